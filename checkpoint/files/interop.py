@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -446,9 +446,8 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
         attempt_name = position.directory(secrets.token_hex(6))
         storage.mkdir(attempt_directory(attempt_name))
         place = NodePlace("imported", 0, 1, socket.gethostname(), 0)
-        shards = _shards(
-            storage, plan, lease.job, position, attempt_name, place, {leaf.name: leaf for leaf in leaves}
-        )
+        node = ShardIdentity(lease.job, position, place.name, "", attempt_name)
+        shards = _shards(storage, plan, node, {leaf.name: leaf for leaf in leaves})
         inline = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
         manifest = compose(plan, lease, position, attempt_name, world_of([place]), shards, inline, Facts())
         _commit(storage, log, manifest)
@@ -457,16 +456,10 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
 
 
 def _shards(
-    storage: LocalStorage,
-    plan: SavePlan,
-    job_name: str,
-    position: Position,
-    attempt_name: str,
-    place: NodePlace,
-    leaves: Mapping[str, Leaf],
+    storage: LocalStorage, plan: SavePlan, node: ShardIdentity, leaves: Mapping[str, Leaf]
 ) -> list[ShardRow]:
     rows = []
-    for group, assignments in plan.files(place.rank).items():
+    for group, assignments in plan.files(0).items():
         tensors: list[Any] = []
         values: dict[str, Any] = {}
         for one in assignments:
@@ -475,13 +468,10 @@ def _shards(
                 values[one.leaf.name] = content.json
             else:
                 tensors.append(content)
-        entries = plan.tensors(place.rank, group).of(tensors)
-        name = ShardIdentity(job_name, position, place.name, group, attempt_name)
-        directory = attempt_directory(attempt_name)
+        entries = plan.tensors(0, group).of(tensors)
+        name, directory = replace(node, group=group), attempt_directory(node.attempt_name)
         for part, report in enumerate(write_shard(storage, directory, name, entries, values=values), 1):
-            rows.append(
-                ShardRow(place.rank, group, part, report.bytes, report.header_bytes, report.header_sha256)
-            )
+            rows.append(ShardRow(0, group, part, report.bytes, report.header_bytes, report.header_sha256))
         storage.sync_dir(directory)
     return rows
 

@@ -56,8 +56,8 @@ class WriteHandle(Protocol):
 class ReadHandle(Protocol):
     """A file that is read in many pieces, by any threads."""
 
-    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
-        """As `Storage.read_into`; `direct` bypasses the cache for bytes that are not cached."""
+    def read_into(self, offset: int, destination: memoryview, *, once: bool = False) -> int:
+        """As `Storage.read_into`; `once` leaves bytes out of the cache that it did not have."""
 
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
         """Fill some hundreds of `destinations` in order, as `read_into` fills one."""
@@ -177,7 +177,7 @@ class SeparateReads:
         self._storage = storage
         self._path = path
 
-    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+    def read_into(self, offset: int, destination: memoryview, *, once: bool = False) -> int:
         """See `ReadHandle`."""
         return self._storage.read_into(self._path, offset, destination)
 

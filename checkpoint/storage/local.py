@@ -188,9 +188,9 @@ class LocalWriteHandle:
 class _LocalReads(LocalReadHandle):
     """A read handle whose errors name the file."""
 
-    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
+    def read_into(self, offset: int, destination: memoryview, *, once: bool = False) -> int:
         with _named(self.path, "read", FileNotFoundError, nbytes=len(destination)):
-            return super().read_into(offset, destination, direct=direct)
+            return super().read_into(offset, destination, once=once)
 
     def read(self, offset: int, length: int) -> bytes:
         with _named(self.path, "read", FileNotFoundError, nbytes=length):

@@ -224,8 +224,8 @@ class _CountedReads:
         self._opening = opening
         self._handle = opening.__enter__()
 
-    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
-        count = self._handle.read_into(offset, destination, direct=direct)
+    def read_into(self, offset: int, destination: memoryview, *, once: bool = False) -> int:
+        count = self._handle.read_into(offset, destination, once=once)
         self._owner.count(count)
         return count
 

@@ -152,8 +152,8 @@ def test_damage_is_noticed_on_arrival_and_only_when_seen_twice(tmp_path):
                 handle = super().open_read(name)
                 read = handle.read_into
 
-                def flipping(offset, destination, *, direct=False):
-                    count = read(offset, destination, direct=direct)
+                def flipping(offset, destination, *, once=False):
+                    count = read(offset, destination, once=once)
                     if not self.fired:
                         destination[0] ^= 1
                         self.fired = 1

@@ -1,8 +1,7 @@
-"""Whichever way bytes come, past the page cache or through it, they are the same, and damage is found."""
+"""Whichever way bytes come, cold or cached, they are the same, and damage is found."""
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import tracemalloc
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import MemoryStorage, Saved, local_part, target
-from page_cache import drop_from_cache, until_cold
+from page_cache import drop_from_cache, pages_in_cache, until_cold
 
 from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
@@ -23,11 +22,10 @@ from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead
 from torchrelay.checkpoint.load.renaming import blob_of
-from torchrelay.checkpoint.storage import local_io
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.local_io import ALIGN, DIRECT_FROM
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError, UsageError
 
+ALIGN = 4096
 EDGES = [0, 1, 511, 512, 513, ALIGN - 1, ALIGN, ALIGN + 1, BLOCK - 1, BLOCK, BLOCK + 1]
 SIZE = 5 * BLOCK + 777
 
@@ -44,35 +42,19 @@ def storage(tmp_path_factory, content):
     return found
 
 
-@pytest.fixture
-def direct(monkeypatch):
-    """How many reads went past the cache."""
-    counted, real = [], local_io._read_aligned
-
-    def counting(*given):
-        counted.append(real(*given))
-        return counted[-1]
-
-    monkeypatch.setattr(local_io, "_read_aligned", counting)
-    return counted
-
-
-def takes_direct(path):
-    """Whether this file system reads past its cache."""
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except OSError:
-        return False
-    return os.statvfs(path).f_bsize <= ALIGN
+def share_in_cache(path):
+    """The part of a file that the page cache holds."""
+    pages = pages_in_cache(path)
+    return sum(pages) / len(pages)
 
 
 near = st.sampled_from(EDGES) | st.integers(0, 3 * ALIGN)
 
 
 @settings(max_examples=150, deadline=None)
-@given(start=near, less=near, shift=st.integers(0, ALIGN), cold=st.booleans(), direct=st.booleans())
+@given(start=near, less=near, shift=st.integers(0, ALIGN), cold=st.booleans(), once=st.booleans())
 def test_any_range_comes_as_it_is_and_nothing_beside_it_is_touched(
-    storage, content, start, less, shift, cold, direct
+    storage, content, start, less, shift, cold, once
 ):
     """Every offset, length and place in memory gives the file's bytes, on each way."""
     if cold:
@@ -81,7 +63,7 @@ def test_any_range_comes_as_it_is_and_nothing_beside_it_is_touched(
     around = bytearray(b"\xa5") * (shift + stop - start + ALIGN)
     handle = storage.open_read("file")
     try:
-        got = handle.read_into(start, memoryview(around)[shift : shift + stop - start], direct=direct)
+        got = handle.read_into(start, memoryview(around)[shift : shift + stop - start], once=once)
     finally:
         handle.close()
     assert got == stop - start
@@ -98,67 +80,37 @@ def test_the_end_of_a_file_shortens_a_read(storage, content, beyond, cold):
     room = bytearray(2 * BLOCK + beyond)
     handle = storage.open_read("file")
     try:
-        assert handle.read_into(SIZE - 2 * BLOCK, memoryview(room), direct=True) == 2 * BLOCK
+        assert handle.read_into(SIZE - 2 * BLOCK, memoryview(room), once=True) == 2 * BLOCK
     finally:
         handle.close()
     assert room[: 2 * BLOCK] == content[-2 * BLOCK :]
 
 
-def test_what_the_cache_lacks_goes_past_it_where_that_is_asked_for(storage, direct):
-    """A long cold read is direct if it shall be; what is cached or short never is."""
+def test_what_is_read_once_does_not_stay_in_a_cache_that_lacked_it(storage):
+    """Of a cold file nothing stays that was read once; what was there before stays, as do other reads."""
     path, room = storage.root / "file", memoryview(bytearray(SIZE))
-    if not takes_direct(path):
-        pytest.skip("this file system has no direct reads")
+
+    def leaves_nothing():
+        handle = storage.open_read("file")
+        handle.read_into(0, room, once=True)
+        handle.close()
+        return share_in_cache(path) < 0.5
+
+    if not until_cold(path, leaves_nothing):
+        pytest.skip("this file system keeps what it has read")
     handle = storage.open_read("file")
-    drop_from_cache(path)
-    handle.read_into(0, room[: DIRECT_FROM - 1], direct=True)
     drop_from_cache(path)
     handle.read_into(0, room)
-    assert not direct
-    handle.read_into(0, room, direct=True)
-    assert not direct  # the read before has filled the cache
-    assert until_cold(path, lambda: bool(handle.read_into(0, room, direct=True) and direct))
+    assert share_in_cache(path) == 1.0
     handle.close()
-    assert direct == [True]
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_without_direct_reads_is_read_through_its_cache(storage, content, monkeypatch, code):
-    """Where a direct read is refused, the same bytes come the other way, and it is tried once."""
-    asked = []
-
-    def refusing(*given):
-        asked.append(1)
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(local_io, "_read_aligned", refusing)
-    monkeypatch.setattr(local_io.LocalReadHandle, "is_at_hand", lambda *given: False)
-    handle, room = storage.open_read("file"), bytearray(SIZE)
-    for start in (0, 2 * BLOCK):
-        handle.read_into(start, memoryview(room)[start : start + 2 * BLOCK], direct=True)
-    handle.read_into(4 * BLOCK, memoryview(room)[4 * BLOCK :], direct=True)
-    handle.close()
-    assert room == content and len(asked) == (1 if takes_direct(storage.root / "file") else 0)
-
-
-def test_other_errors_of_a_direct_read_are_told_with_the_file(storage, monkeypatch):
-    """An I/O error is no reason to try another way in silence."""
-
-    def failing(*given):
-        raise OSError(errno.EIO, "Input/output error")
-
-    if not takes_direct(storage.root / "file"):
-        pytest.skip("this file system has no direct reads")
-    monkeypatch.setattr(local_io, "_read_aligned", failing)
-    monkeypatch.setattr(local_io.LocalReadHandle, "is_at_hand", lambda *given: False)
     handle = storage.open_read("file")
-    with pytest.raises(StorageError, match=r"cannot read .*file: Input/output error"):
-        handle.read_into(0, memoryview(bytearray(SIZE)), direct=True)
+    handle.read_into(0, room, once=True)
+    assert share_in_cache(path) == 1.0
     handle.close()
 
 
 def test_a_file_in_memory_is_read(content):
-    """A memory file system, with or without direct reads, gives the same bytes."""
+    """A memory file system, whose pages are the file, gives the same bytes."""
     if not Path("/dev/shm").is_dir():
         pytest.skip("no memory file system")
     name = f"torchrelay-test-{os.getpid()}-{threading.get_ident()}"
@@ -167,7 +119,7 @@ def test_a_file_in_memory_is_read(content):
         path.write_bytes(content)
         room = bytearray(SIZE)
         handle = storage.open_read(name)
-        assert handle.read_into(0, memoryview(room), direct=True) == SIZE
+        assert handle.read_into(0, memoryview(room), once=True) == SIZE
         handle.close()
         assert room == content
     finally:
@@ -183,15 +135,15 @@ def test_a_missing_file_and_a_link_are_refused(storage):
         storage.open_read("link")
 
 
-def test_a_proof_of_all_bytes_leaves_the_cache_alone(tmp_path, direct):
+def test_a_proof_of_all_bytes_leaves_the_cache_alone(tmp_path):
     """What is only looked at does not push out what others need."""
     path = tmp_path / "blobs.safetensors"
     save_blobs(path, {"x": torch.zeros(9 * BLOCK, dtype=torch.uint8)})
-    if not takes_direct(path):
-        pytest.skip("this file system has no direct reads")
     header = read_header(LocalStorage(tmp_path), path.name)
-    assert until_cold(path, lambda: bool(header.verify() == 9 * BLOCK and direct))
-    assert all(direct)
+    drop_from_cache(path)
+    if share_in_cache(path) > 0.5:
+        pytest.skip("this file system keeps what it has read")
+    assert until_cold(path, lambda: header.verify() == 9 * BLOCK and share_in_cache(path) < 0.5)
 
 
 # Whole files, every way

@@ -176,8 +176,8 @@ class Once(LocalStorage):
         handle = super().open_read(path)
         real = handle.read_into
 
-        def read_into(offset, destination, *, direct=False):
-            count = real(offset, destination, direct=direct)
+        def read_into(offset, destination, *, once=False):
+            count = real(offset, destination, once=once)
             self.wrong_at -= 1
             if self.wrong_at == 0:
                 destination[count - 1] ^= 1

@@ -194,10 +194,10 @@ def test_a_device_that_fails_is_told_with_the_tensor(
     failing = [not second]
     real = LocalReadHandle.read_into
 
-    def read_into(self: LocalReadHandle, offset: int, into: memoryview, *, direct: bool = False) -> int:
+    def read_into(self: LocalReadHandle, offset: int, into: memoryview, *, once: bool = False) -> int:
         if failing[0] and len(into) == MIB:
             raise OSError(5, "Input/output error")
-        return real(self, offset, into, direct=direct)
+        return real(self, offset, into, once=once)
 
     monkeypatch.setattr(LocalReadHandle, "read_into", read_into)
     monkeypatch.setattr(module, "gate", lambda: failing.__setitem__(0, True))

@@ -58,7 +58,7 @@ CHECKED = 4 * BLOCK
 PASSING_FAR = 5 * BLOCK
 """Buffered bytes per request of a storage with high latency.
 
-A thread keeps its memory during direct reads, and the storage needs as much for the answer; at most 64 MiB in
+A thread keeps its memory during reads, and the storage needs as much for the answer; at most 64 MiB in
 all.
 """
 
@@ -351,7 +351,7 @@ class ShardHeader:
     def verify(self) -> int:
         """Read and verify all data in bounded memory; returns the number of bytes. Raises DamagedError.
 
-        Bytes that are not in the page cache are read directly, so that the cache keeps what others use.
+        It leaves bytes out of the page cache that were not there, so that this keeps what others use.
         """
         scratch = memoryview(
             bytearray(min(self._run, max((e.nbytes for e in self.entries.values()), default=0)))
@@ -360,7 +360,7 @@ class ShardHeader:
             for key, entry in self.entries.items():
                 for start in range(0, entry.nbytes, self._run):
                     part = scratch[: min(self._run, entry.nbytes - start)]
-                    self._read_verified(handle, key, entry, start, part, direct=True)
+                    self._read_verified(handle, key, entry, start, part, once=True)
         if self._storage.stat(self.path) != self.content.file_bytes:
             raise DamagedError(f"{self.path} changed its size while it was read")
         return sum(entry.nbytes for entry in self.entries.values())
@@ -390,16 +390,16 @@ class ShardHeader:
         first: int,
         target: memoryview,
         *,
-        direct: bool = False,
+        once: bool = False,
     ) -> None:
-        self._fill(handle, key, entry.start + first, target, direct=direct)
+        self._fill(handle, key, entry.start + first, target, once=once)
         self._verify(key, entry, first, target)
 
     def _fill(
-        self, handle: ReadHandle, key: str, offset: int, target: memoryview, *, direct: bool = False
+        self, handle: ReadHandle, key: str, offset: int, target: memoryview, *, once: bool = False
     ) -> None:
         try:
-            count = handle.read_into(offset, target, direct=direct)
+            count = handle.read_into(offset, target, once=once)
         except StorageError as error:
             raise type(error)(f"{error} (reading {key})") from error
         if count != len(target):
