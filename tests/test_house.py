@@ -26,7 +26,6 @@ CROWDED: dict[str, int] = {}
 UPWARD = {
     ("checkpoint.archive.singa", "models"),  # a documented module in its former place
     ("runners.programs.cli", "tools"),  # the verb `server`, imported when it is typed
-    ("runners.programs.perform", "tools"),
 }
 """Imports of a room above, which are meant (see test_rooms)."""
 

@@ -20,6 +20,7 @@ from torchrelay.errors import (
 )
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, RunnerSection
+from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.experiments import RunStore
@@ -108,6 +109,23 @@ def call_step(step: StepName, context: StepContext) -> None:
     one = made(kind, context)
     own = getattr(one, step.older, None)
     (own if callable(own) else getattr(one, step.name))(context)
+
+
+NO_WARM_START: dict[str, Any] = {"init_model_path": None, "init_prefix": None, "init_rename": None}
+
+
+def built(
+    config: Config, settings: Settings, runner: RunnerSection, run_dir: str, stack: ExitStack
+) -> StepContext:
+    """Return the context after the steps `setup` and `build`."""
+    loader = Loader()
+    stack.callback(loader.forget)
+    classes = load_classes(settings, runner, loader)
+    context = StepContext.of(config, runner, run_dir, classes, settings=settings)
+    call_step(step_named("setup"), context)
+    stack.callback(lambda: release(context.session, world_stays=True))
+    call_step(step_named("build"), context)
+    return context
 
 
 def _reason(error: BaseException) -> str:

@@ -1,47 +1,114 @@
-"""`torchrelay.main`, the last line of a user's script, and the execution of its subcommands.
+"""`torchrelay.main`, the last line of a user's script, and the execution of subcommands.
 
     torchrelay.main(Digits)
 
 runs only if the script is the program: if the class was defined in the module `__main__`, however the
 interpreter was started (torchrun, a debugger, runpy, a test runner). The call stack is not inspected. A class
 imported from another module needs the caller's name: `torchrelay.main(Digits, __name__)`.
+
+For `--run ID` a process of its own runs the archived code on the unpacked archive; this process only waits
+and does not import torch. Classes come from the archive; data and results keep their paths.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.programs.command_context import status
-from torchrelay.runners.programs.eval import evaluate, package
-from torchrelay.runners.programs.perform import perform_command
-from torchrelay.runners.programs.program import Program, ProgramCommand
+from torchrelay.metadata.code.archive import open_archive, unpack_source
+from torchrelay.metadata.experiments import ProgramRun
+from torchrelay.runners.config_runs.processes import signals_to
+from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand
 from torchrelay.runners.programs.request import VerbRequest, read_request
-from torchrelay.runners.programs.run_selection import imported
-from torchrelay.runners.programs.test import test
-from torchrelay.runners.programs.train import amend, train
+from torchrelay.runners.programs.run_selection import captured_code, imported
 from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
 
+if TYPE_CHECKING:
+    from torchrelay.runners.programs.program import Program
 
-def _server(command: ProgramCommand) -> int:
-    """Serve a run. The only call of a higher package, therefore imported lazily."""
-    from torchrelay.tools.serving.program_server import serve_program
-
-    return serve_program(command)
-
-
-_VERBS: dict[str, Callable[[ProgramCommand], int]] = {
-    "train": train,
-    "test": test,
-    "eval": evaluate,
-    "server": _server,
-    "status": status,
-    "amend": lambda command: amend(command, command.fit),
-    "package": package,
+_VERBS = {
+    "train": ("train:train", "train:train_configuration"),
+    "test": ("evaluate:test", "evaluate:test_configuration"),
+    "eval": ("evaluate:evaluate", "evaluate:evaluate_configuration"),
+    "status": ("command_context:status", "command_context:status"),
+    "amend": ("train:amend", "train:amend"),
+    "package": ("evaluate:package", ""),
 }
+"""The function of each subcommand for a program and for a configuration, imported when it runs."""
+
+MARK = "TORCHRELAY_ARCHIVED"
+"""The run that a process on archived code works for; removed from its environment at once."""
+SOURCE = "TORCHRELAY_ARCHIVED_SOURCE"
+"""The directory of its unpacked archive; removed from its environment, too."""
+RESOLVED = "resolved.yaml"
+_ON_ONE_RANK = ("status", "amend", "package")
+
+
+def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | None = None) -> int:
+    """Run a subcommand with the archived code of a run; returns its exit code.
+
+    `target` is `module:Class`, needed if the program was not a script; empty for a configuration only. Raises
+    UsageError for a run whose source was not archived.
+    """
+    captured = captured_code(run)
+    folder = captured.get("config")
+    with tempfile.TemporaryDirectory(prefix="torchrelay-archived-") as scratch:
+        source = Path(scratch) / "source"
+        with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
+            unpack_source(archive, source)
+        argv = [sys.executable, *_program(run, captured, verb, source, target), *words]
+        if isinstance(folder, str) and run.note.config_id is not None:
+            argv += ["-m", str(run.path / folder / RESOLVED)]
+        environment = _environment(run, captured["code"], source)
+        process = subprocess.Popen(argv, env=environment)  # noqa: S603 - the user's own program, as it was
+        with signals_to(process, (signal.SIGTERM,)):
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # Ctrl-C reaches both: give it time to exit
+                return process.wait()
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+
+
+def _program(
+    run: ProgramRun, captured: Mapping[str, Any], verb: str, source: Path, target: str | None
+) -> list[str]:
+    """Return the command of the archived script, or of the module by the command line."""
+    typed, script = "serve" if verb == "server" else verb, captured["code"].get("script")
+    if target == "":
+        return ["-m", "torchrelay", typed]
+    if isinstance(script, str):
+        return [str(source / script), verb]
+    if target is None:
+        raise UsageError(
+            f"the program of {run.id} was not a script: run torchrelay {typed} module:Class --run {run.id}"
+        )
+    return ["-m", "torchrelay", typed, target]
+
+
+def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
+    """Return the environment in which the archive's folders come first on Python's path."""
+    folders = code.get("import_path")
+    first = [str(source / one) for one in (folders if isinstance(folders, list) else [""])]
+    before = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    return {
+        **os.environ,
+        MARK: str(run.path),
+        SOURCE: str(source),
+        "PYTHONPATH": os.pathsep.join([*first, *before]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def main(program: type[Program], module: str | None = None, argv: Sequence[str] | None = None) -> None:
@@ -60,19 +127,80 @@ def main(program: type[Program], module: str | None = None, argv: Sequence[str] 
     Example:
         torchrelay.main(Digits)
     """
+    from torchrelay.runners.programs.program import Program
+
     if not (isinstance(program, type) and issubclass(program, Program)):
         raise UsageError(f"invalid main({program!r:.60}): expected a subclass of torchrelay.Program")
     if (module or program.__module__) != "__main__":
         _check_not_imported(program, module)
         return
-    run_and_leave(lambda: perform(program, taken() or read_request(argv)))
+    run_and_leave(lambda: perform(taken() or read_request(argv), program))
 
 
-def perform(program: type[Program], request: VerbRequest) -> int:
-    """Run a subcommand in this process, or in one on archived code; returns the exit code."""
-    return perform_command(
-        request, lambda archived, _: ProgramCommand(program, request, archived), lambda: _VERBS[request.verb]
-    )
+def perform(request: VerbRequest, program: type[Program] | None = None) -> int:
+    """Run a subcommand of a program, else of the request's configuration, or run its archived code.
+
+    Returns the exit code.
+    """
+    archived, source = os.environ.pop(MARK, None), os.environ.pop(SOURCE, None)
+    if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
+        return 0
+    command: Any
+    if program is None:
+        command = ConfigCommand(request, archived, None if source is None else Path(source))
+    else:
+        from torchrelay.runners.programs.program import ProgramCommand
+
+        command = ProgramCommand(program, request, archived)
+    if request.run_id is not None and archived is None and request.verb in command.with_archived_code:
+        code = _run_archived(command)
+        if code is not None:
+            return code
+    if request.verb == "server":  # the only call of a higher package
+        from torchrelay.tools.serving.program_server import serve_config, serve_program
+
+        return serve_config(command) if program is None else serve_program(command)
+    module, _, name = _VERBS[request.verb][program is None].partition(":")
+    return int(getattr(import_module(f"{__package__}.{module}"), name)(command))
+
+
+def _run_archived(command: BaseCommand) -> int | None:
+    """Run the subcommand with archived code and return its exit code; None if nothing has changed.
+
+    Raises UsageError for a run whose source or configuration was not archived.
+    """
+    request, program = command.request, command.program
+    run = command.store.find(request.run_id or "")
+    option, given = ("-o", request.overrides) if program is None else ("-m", request.config)
+    if given:
+        raise UsageError(f"--run uses the configuration of the run: remove {option}")
+    captured = captured_code(run)
+    workspace = (captured["code"].get("roots") or {}).get("")
+    if program is None and not (isinstance(captured.get("config"), str) and isinstance(workspace, str)):
+        raise UsageError(f"the configuration of {run.id} was not recorded, so it cannot be run")
+    if command.identity_of(run).same(command.identity):
+        return None
+    if program is not None:
+        return perform_archived(run, request, request.epoch, f"{program.__module__}:{program.__qualname__}")
+    words = [*_options(run.path.parent, request, request.epoch), "-o", f"workspace={workspace!r}"]
+    return run_process(run, request.verb, words, "")
+
+
+def perform_archived(
+    run: ProgramRun, request: VerbRequest, epoch: str | None, target: str | None = None
+) -> int:
+    """Run a subcommand with a run's archived program; UsageError if that needs a `target`."""
+    return run_process(run, request.verb, _options(run.path.parent.parent, request, epoch), target)
+
+
+def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
+    """Return the command-line options of a request."""
+    words = [*request.paths, "--runs", str(runs)]
+    words += ["--epoch", epoch] if epoch is not None else []
+    words += ["--out", request.out] if request.out is not None else []
+    words += request.serve.words() if request.serve is not None else []
+    flags = (("--overwrite", request.overwrite), ("--retest", request.retest), ("--json", request.json))
+    return words + [option for option, on in flags if on]
 
 
 def _check_not_imported(program: type[Program], module: str | None) -> None:
@@ -100,7 +228,7 @@ def load_and_perform(target: str, request: VerbRequest) -> None:
             hand_over(None)
         raise UsageError(f"{target} does not end with torchrelay.main(...): add that line")
     program = _of_module(target)
-    run_and_leave(lambda: perform(program, request))
+    run_and_leave(lambda: perform(request, program))
 
 
 def _of_module(target: str) -> type[Program]:
@@ -112,6 +240,8 @@ def _of_module(target: str) -> type[Program]:
         )
     if not (colon and name and all(part.isidentifier() for part in module.split("."))):
         raise UsageError(f"invalid program {target!r}: expected script.py or package.module:Class")
+    from torchrelay.runners.programs.program import Program
+
     found = imported(module, name, target)
     if not (isinstance(found, type) and issubclass(found, Program)):
         raise UsageError(f"{module} has no torchrelay.Program named {name}")

@@ -24,7 +24,6 @@ from torchrelay.models.package.reader import Package
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.user_objects import on_device
 from torchrelay.runners.programs.command_context import BaseCommand
-from torchrelay.runners.programs.epoch_selection import load_what_is_there
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import ProgramOrigin, origin_of
 from torchrelay.runners.programs.steps import ProgramSteps
@@ -420,14 +419,6 @@ class ProgramCommand(BaseCommand):
             "max_epochs": source.max_epochs if wished is None else wished,
             "max_steps": source.max_steps,
         }
-
-    def fit(self, run: Path, epoch: str) -> None:
-        """Load the blobs of an epoch that the program has into a new object of it."""
-        program = self.made()
-        options = program.runner_options()
-        given = [options.get(key) or () for key in ("resume_exclude", "exclude")]
-        left_out = [(one,) if isinstance(one, str) else one for one in given]
-        load_what_is_there(program.job(), run, epoch, *left_out)
 
     def made(self) -> Program:
         """Create an object of the program."""

@@ -7,17 +7,23 @@ state but running, for code that can load the run's newest epoch.
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from torchrelay.checkpoint.format.position import Selection
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
+from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
+from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.code.archive import SHORT
@@ -27,9 +33,10 @@ from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.config_runs.class_loading import Unread
-from torchrelay.runners.config_runs.profiles import run_config
+from torchrelay.runners.config_runs.processes import apart
+from torchrelay.runners.config_runs.profiles import NO_WARM_START, built, run_config
 from torchrelay.runners.config_runs.selection import recorded
-from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.distributed.environment import PLACE, read_launch_env
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand, say
 from torchrelay.runners.programs.program import Program, ProgramCommand
@@ -195,10 +202,6 @@ def _options(command: ProgramCommand) -> dict[str, Any]:
     return options
 
 
-Fit = Callable[[Path, str], None]
-"""Loads an epoch of a run, by its name, into the objects of the current code."""
-
-
 class CannotBuildError(UsageError):
     """The objects of a training could not be built, so the epoch was not checked."""
 
@@ -206,10 +209,10 @@ class CannotBuildError(UsageError):
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
-def amend(command: BaseCommand, fit: Fit) -> int:
+def amend(command: ProgramCommand | ConfigCommand) -> int:
     """Record the changed code in the run and print both ids.
 
-    `fit` raises if the epoch cannot be loaded. Raises UsageError, DirectoryInUseError, StorageError.
+    Raises UsageError, DirectoryInUseError, StorageError.
     """
     runs = command.runs()
     if not runs:
@@ -229,7 +232,7 @@ def amend(command: BaseCommand, fit: Fit) -> int:
         )
     if command.identity_of(run).code_id == new:
         raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
-    _check_fit(run, fit)
+    _check_fit(run, command)
     attempt = _record(run, command, snapshot)
     past = {"code_id": old, "time": round(time.time(), 3), "message": command.request.message}
     update_note(run, code_id=new, amended=(*run.note.amended, past))
@@ -240,14 +243,18 @@ def amend(command: BaseCommand, fit: Fit) -> int:
     return 0
 
 
-def _check_fit(run: ProgramRun, fit: Fit) -> None:
+def _check_fit(run: ProgramRun, command: ProgramCommand | ConfigCommand) -> None:
     """Raise UsageError for code that cannot load the newest epoch; a run without epochs takes any code."""
     try:
         opened = open_checkpoint(run.path)
     except RelayError:
         return
     try:
-        fit(run.path, f"{opened.epoch},branch={opened.branch}")
+        epoch = f"{opened.epoch},branch={opened.branch}"
+        if isinstance(command, ConfigCommand):
+            _fit_configuration(command, run.path, epoch)
+        else:
+            _fit_program(command, run.path, epoch)
     except (DamagedError, StorageError, CannotBuildError):
         raise
     except Exception as error:
@@ -256,6 +263,57 @@ def _check_fit(run: ProgramRun, fit: Fit) -> None:
             f"{run.id} cannot be amended: the changed code cannot load its epoch {opened.epoch} "
             f"({type(error).__name__}: {text:.500}): train a new run"
         ) from error
+
+
+def _fit_configuration(command: ConfigCommand, run: Path, epoch: str) -> None:
+    """Load an epoch into what the current code builds, in this process only."""
+    runner, keys = replace(command.runner, **NO_WARM_START), command.runner.checkpoint
+    left_out = ((), ()) if keys is None else (keys.resume_exclude or (), keys.exclude or ())
+    with apart(), ExitStack() as stack:
+        for name in PLACE:
+            os.environ.pop(name, None)
+        try:
+            context = built(command.config, command.config.settings, runner, str(run), stack)
+        except (DamagedError, StorageError):
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise CannotBuildError(
+                f"{run.name} cannot be amended: its model and data cannot be built here "
+                f"({type(error).__name__}: {text:.500})"
+            ) from error
+        _load_what_is_there(context.job, run, epoch, *left_out)
+
+
+def _fit_program(command: ProgramCommand, run: Path, epoch: str) -> None:
+    """Load an epoch into a new object of the program."""
+    program = command.made()
+    options = program.runner_options()
+    given = [options.get(key) or () for key in ("resume_exclude", "exclude")]
+    left_out = [(one,) if isinstance(one, str) else one for one in given]
+    _load_what_is_there(program.job(), run, epoch, *left_out)
+
+
+def _load_what_is_there(
+    job: Job, run: Path, epoch: str, resume_exclude: Sequence[str], exclude: Sequence[str]
+) -> None:
+    """Load an epoch into those objects of a job that it contains; raises BlobError if one does not fit.
+
+    As in a resume, leaves of `resume_exclude` are not loaded, nor those of `exclude` that it does not have.
+    New and removed blobs are not errors.
+    """
+    opened = open_checkpoint(run, epoch)
+    known = {
+        blob.name: blob.source
+        for blob in job.blobs
+        if is_stateful(blob.source) or isinstance(blob.source, torch.Tensor)
+    }
+    wanted = {name: one for name, one in known.items() if name in opened.blobs and name not in resume_exclude}
+    meant = [
+        one for one in resume_exclude if any(one.startswith(f"{name}.") or one[0] == "*" for name in wanted)
+    ]
+    absent = opened.absent(wanted, Selection(None, tuple(exclude)))
+    opened.load(wanted, exclude=[*meant, *absent])
 
 
 def _record(run: ProgramRun, command: BaseCommand, snapshot: Snapshot) -> int:

@@ -180,7 +180,7 @@ VERBS = """\
 import os
 from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import StepFailedError, run_config
-from torchrelay.runners.programs.perform import perform_configuration as perform
+from torchrelay.runners.programs.cli import perform
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.training.exit import run_and_leave
 

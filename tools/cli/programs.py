@@ -105,10 +105,10 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"{verb} needs a PROGRAM, or a configuration given by -m")
     output.close()
     if chosen.program is None:
-        from torchrelay.runners.programs.perform import perform_configuration
+        from torchrelay.runners.programs.cli import perform
         from torchrelay.runners.training.exit import run_and_leave
 
-        run_and_leave(lambda: perform_configuration(request))
+        run_and_leave(lambda: perform(request))
     if verb == "package":
         typed = Typed(chosen.model, chosen.blob, tuple(chosen.input or ()))
         if (code := package_run(chosen.program, request, typed)) is not None:
@@ -171,7 +171,7 @@ def package_run(target: str, request: VerbRequest, typed: Typed) -> int | None:
         return _package_here(selector, epoch or "last", request, typed)
     if typed.given:
         raise UsageError(f"{', '.join(typed.given)}: set by the run's program; add --model to replace it")
-    from torchrelay.runners.programs.perform import perform_archived
+    from torchrelay.runners.programs.cli import perform_archived
 
     return perform_archived(ProgramRun(path, note), request, epoch)
 
@@ -180,7 +180,7 @@ def _package_here(selector: Selector, epoch: str, request: VerbRequest, typed: T
     from torchrelay.models.package.api import save
     from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
     from torchrelay.runners.programs.command_context import say
-    from torchrelay.runners.programs.eval import lacking
+    from torchrelay.runners.programs.evaluate import lacking
 
     if request.config is not None:
         raise UsageError("-m is only for programs; a run has its own configuration")
@@ -260,7 +260,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
     if note is None or not note.is_of_program:
         _serve_configured(chosen, selector, options)
-    from torchrelay.runners.programs.perform import run_process
+    from torchrelay.runners.programs.cli import run_process
 
     _refuse_given(chosen, _OF_MODEL, "set by the program unless --model is given")
     run = ProgramRun(Path(selector.path).absolute(), note)

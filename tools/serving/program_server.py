@@ -23,7 +23,7 @@ from torchrelay.jobs.runtime import Signature
 from torchrelay.models.package.api import save
 from torchrelay.runners.artifacts.rebuild import rebuilt
 from torchrelay.runners.programs.command_context import say
-from torchrelay.runners.programs.epoch_selection import Used, use
+from torchrelay.runners.programs.evaluate import Used, use
 from torchrelay.runners.programs.program import ProgramCommand, Samples
 from torchrelay.runners.programs.request import ServeOptions, VerbRequest
 from torchrelay.tools.serving.handlers import joined, rows, shape_of
@@ -50,7 +50,7 @@ _LOOK_SECS = 1.0
 def serve_program(command: ProgramCommand) -> int:
     """Serve and return the exit code; checks everything that `eval` checks before listening."""
     check_installed()
-    used = Used(**use(command))
+    used = use(command)
     if used.said:
         say(used.said)
 
@@ -152,7 +152,7 @@ def serve_config(command: ConfigCommand) -> int:
             f"server -m {command.file} serves with the archived code of a run, so --ignore has no effect: "
             "remove it"
         )
-    used = Used(**use(command))
+    used = use(command)
     return serve_run(used.path, followed(request, used), request.serve or ServeOptions())
 
 
