@@ -12,7 +12,7 @@ import io
 import json as json_module
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -60,6 +60,14 @@ class Output:
         """Print one JSON object."""
         _tolerant(lambda: print(_object(value)))
 
+    def result(self, value: Mapping[str, Any], lines: str | Iterable[str]) -> None:
+        """Print the object with `--json`, else the lines."""
+        if self.json:
+            self.value(value)
+            return
+        for line in (lines,) if isinstance(lines, str) else lines:
+            self.line(line)
+
     def line(self, text: str, style: str | None = None, *, tabs: bool = False) -> None:
         """Print one line; `style` selects a colour on terminals, `tabs` keeps tab characters."""
         console = self._console
@@ -106,6 +114,11 @@ class Output:
     def notice(self, text: str) -> None:
         """Print a message for the user on stderr."""
         sys.stderr.write(f"torchrelay: {printable(by_url(text))}\n")
+
+    def notices(self, texts: Iterable[str]) -> None:
+        """Print messages for the user on stderr."""
+        for text in texts:
+            self.notice(text)
 
     def progress(self, text: str) -> None:
         """Show the progress of a long subcommand on one line of stderr, if that is a terminal."""

@@ -14,44 +14,42 @@ from torchrelay.chaos.strikes import COLUMNS, Tally
 from torchrelay.checkpoint.storage.open import FILE, is_url
 from torchrelay.errors import UsageError
 from torchrelay.runners.monitoring.console import Output
-from torchrelay.tools.cli.arguments import Add, whole_number
+from torchrelay.tools.cli.arguments import arg, flag, verb, whole_number
 
 FOUND = 1
 """Exit code where a trial did not survive, or nothing could be tried."""
 _SHOWN = 20
 
 
-def add_chaos(add: Add) -> None:
-    """Define `chaos`."""
-    parser = add("inject faults into a run repeatedly and verify what survives", chaos)
+def _usage(parser: argparse.ArgumentParser) -> None:
     parser.usage = "torchrelay chaos [options] [DIRECTORY | URL | -- COMMAND ... {run} ...]"
-    parser.add_argument(
-        "target", metavar="DIRECTORY | URL | COMMAND", nargs="*",
-        help="where the built-in run saves (default: memory), or a command that trains into {run}",
-    )  # fmt: skip
-    parser.add_argument("--kinds", metavar="K,K", help=f"faults: {','.join(builtin.KINDS)} (default: all)")
-    parser.add_argument("--trials", metavar="N", type=whole_number(1), help="number of trials of each kind")
-    parser.add_argument(
-        "--every", action="store_true", help="kill, errno, stall: test every boundary instead of a sample"
-    )
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="random seed (default: 0)")
-    parser.add_argument("--only", metavar="TRIAL", help="repeat one trial by its reported name")
-    parser.add_argument("--keep", metavar="DIR", help="directory that keeps the files of failing trials")
-    parser.add_argument(
-        "--scenarios", metavar="S,S", help=f"built-in run only: {','.join(one.name for one in SCENARIOS)}"
-    )
-    parser.add_argument(
-        "--file-systems", metavar="F,F", default="ext4", help="for power: ext4,xfs,btrfs (default: ext4)"
-    )
-    parser.add_argument(
-        "--single-writer", metavar="external", choices=["external"],
-        help="for a URL whose store has no exclusive create, as in the managers",
-    )  # fmt: skip
-    parser.add_argument(
-        "--workers", metavar="N", type=whole_number(1), default=2, help="trials in parallel (default: 2)"
-    )
 
 
+@verb(
+    "inject faults into a run repeatedly and verify what survives",
+    _usage,
+    arg(
+        "target",
+        "where the built-in run saves (default: memory), or a command that trains into {run}",
+        "DIRECTORY | URL | COMMAND",
+        nargs="*",
+    ),
+    arg("--kinds", f"faults: {','.join(builtin.KINDS)} (default: all)", "K,K"),
+    arg("--trials", "number of trials of each kind", "N", type=whole_number(1)),
+    flag("--every", "kill, errno, stall: test every boundary instead of a sample"),
+    arg("--seed", "random seed (default: 0)", "S", type=int, default=0),
+    arg("--only", "repeat one trial by its reported name", "TRIAL"),
+    arg("--keep", "directory that keeps the files of failing trials", "DIR"),
+    arg("--scenarios", f"built-in run only: {','.join(one.name for one in SCENARIOS)}", "S,S"),
+    arg("--file-systems", "for power: ext4,xfs,btrfs (default: ext4)", "F,F", default="ext4"),
+    arg(
+        "--single-writer",
+        "for a URL whose store has no exclusive create, as in the managers",
+        "external",
+        choices=["external"],
+    ),
+    arg("--workers", "trials in parallel (default: 2)", "N", type=whole_number(1), default=2),
+)
 def chaos(chosen: argparse.Namespace, output: Output) -> int:
     """Run the trials and print the table; 1 unless all survived and every kind was really tried."""
     kinds = _kinds(chosen.kinds)

@@ -1,4 +1,7 @@
-"""Arguments shared by the subcommands: runs, epochs, blobs and whole numbers.
+"""Declaration of subcommands, and arguments that several of them share.
+
+    @verb("show the metadata of a run", RUN, flag("--all", "show everything"))
+    def show(chosen: argparse.Namespace, output: Output) -> int: ...
 
 A run or directory is stored as `path` in the namespace; `remote_runs.resolve` looks it up.
 """
@@ -7,73 +10,104 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
+from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
 
 Run = Callable[[argparse.Namespace, Output], int]
-Add = Callable[[str, Run], argparse.ArgumentParser]
-"""Adds a subcommand: its help line, and the function that runs it."""
+Argument = Callable[[Any], object]
+"""Adds an argument to a parser, or to a group of one."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A subcommand: its help line, its arguments, and the function that runs it."""
+
+    help: str
+    arguments: tuple[Argument, ...]
+    run: Run
+
+
+def verb(text: str, *arguments: Argument) -> Callable[[Run], Verb]:
+    """Declare a function as a subcommand with this help line."""
+    return lambda run: Verb(text, arguments, run)
+
+
+def arg(names: str, text: str, metavar: str | None = None, **options: Any) -> Argument:
+    """Return an argument: its names (`-o --output`), help text, metavar, and options of `add_argument`."""
+    return lambda parser: parser.add_argument(*names.split(), help=text, metavar=metavar, **options)
+
+
+def flag(name: str, text: str) -> Argument:
+    """Return an option without a value."""
+    return lambda parser: parser.add_argument(name, action="store_true", help=text)
+
+
+def either(*arguments: Argument) -> Argument:
+    """Return a group of options that exclude each other."""
+
+    def add(parser: Any) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for one in arguments:
+            one(group)
+
+    return add
+
+
 _PLACE = "a run directory, a checkpoint directory, or a URL of either"
-_EPOCH = "@7, @last, @best, @tag=NAME, @epoch=7,branch=0"
+RUN = arg("path", "a run directory or its URL", "RUN")
+RUNS = arg("path", "run directories, directories that contain runs, or their URLs", "RUN_OR_RUNS", nargs="+")
+PLACE = arg("path", _PLACE, "RUN_OR_PREFIX")
+PLACE_OR_RUNS = arg("path", f"{_PLACE}, or a directory that contains runs", "RUN_OR_RUNS")
+BLOBS = arg("--blobs --only", "only these blobs, such as model or 'model.*.bias'", "PATTERN", action="append")
+SINGLE_WRITER = arg(
+    "--single-writer",
+    "you ensure that nothing else writes there: for stores without an exclusive create",
+    "external",
+    choices=["external"],
+)
+"""For subcommands that write to the log."""
+OVERRIDES = arg(
+    "-o",
+    "override a value, such as runner.train1.epochs=3",
+    "KEY=VALUE",
+    dest="overrides",
+    action="append",
+    default=[],
+)
+STRICT = flag(
+    "--strict-config", "fail with exit code 2, before training, if a configuration key is never read"
+)
+MODEL_OPTIONS = (
+    arg(
+        "--model", "function that builds the model (default: the archived code of the run)", "MODULE:FUNCTION"
+    ),
+    arg(
+        "--input",
+        "example input, such as image=float32[batch,3,32,32] (default: from the run's data)",
+        "NAME=TYPE[SIZES]",
+        action="append",
+    ),
+    arg("--blob", "blob that holds the weights (default: model)", "NAME"),
+)
+"""How the model of a run is built and called."""
 
 
-def add_run(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
-    """Add `RUN`, a run directory; with `many`, `RUN_OR_RUNS...`."""
-    if many:
-        several = "run directories, directories that contain runs, or their URLs"
-        parser.add_argument("path", metavar="RUN_OR_RUNS", nargs="+", help=several)
-    else:
-        parser.add_argument("path", metavar="RUN", help="a run directory or its URL")
-
-
-def add_place(parser: argparse.ArgumentParser, *, runs: bool = False) -> None:
-    """Add `RUN_OR_PREFIX`, a run or checkpoint directory; with `runs`, also a directory of runs."""
-    if runs:
-        parser.add_argument(
-            "path", metavar="RUN_OR_RUNS", help=f"{_PLACE}, or a directory that contains runs"
-        )
-    else:
-        parser.add_argument("path", metavar="RUN_OR_PREFIX", help=_PLACE)
-
-
-def add_epoch(parser: argparse.ArgumentParser, *, default: str = "@last") -> None:
-    """Add `RUN[@EPOCH]`; `default` is the help text for the case without `@EPOCH`.
+def run_epoch(default: str = "@last") -> Argument:
+    """Return `RUN[@EPOCH]`; `default` is the help text for the case without `@EPOCH`.
 
     `--epoch N` is the same as `@N`: it is appended to `path` before the subcommand runs.
     """
-    parser.add_argument("path", metavar="RUN[@EPOCH]", help=f"{_PLACE}; {_EPOCH} (default: {default})")
-    parser.add_argument(
-        "--epoch", dest="at_epoch", metavar="N", help="same as @N after RUN: 7, last, best, or 7,branch=0"
-    )
+    text = f"{_PLACE}; @7, @last, @best, @tag=NAME, @epoch=7,branch=0 (default: {default})"
 
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("path", metavar="RUN[@EPOCH]", help=text)
+        parser.add_argument(
+            "--epoch", dest="at_epoch", metavar="N", help="same as @N after RUN: 7, last, best, or 7,branch=0"
+        )
 
-def add_blobs(parser: argparse.ArgumentParser) -> None:
-    """Add the repeatable `--blobs PATTERN`; `blobs` is None if it is not given."""
-    parser.add_argument(
-        "--blobs",
-        "--only",
-        metavar="PATTERN",
-        action="append",
-        help="only these blobs, such as model or 'model.*.bias'",
-    )
-
-
-def add_single_writer(parser: argparse.ArgumentParser) -> None:
-    """Add `--single-writer external`, for subcommands that write to the log."""
-    text = "you ensure that nothing else writes there: for stores without an exclusive create"
-    parser.add_argument("--single-writer", metavar="external", choices=["external"], help=text)
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add the repeatable `-o KEY=VALUE`, stored as `overrides`."""
-    text = "override a value, such as runner.train1.epochs=3"
-    parser.add_argument("-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help=text)
-
-
-def add_strict(parser: argparse.ArgumentParser) -> None:
-    """Add `--strict-config`: unread configuration keys are an error."""
-    text = "fail with exit code 2, before training, if a configuration key is never read"
-    parser.add_argument("--strict-config", action="store_true", help=text)
+    return add
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -85,19 +119,3 @@ def whole_number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def add_model_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the options that say how the model of a run is built and called."""
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="function that builds the model (default: the archived code of the run)",
-    )
-    parser.add_argument(
-        "--input",
-        metavar="NAME=TYPE[SIZES]",
-        action="append",
-        help="example input, such as image=float32[batch,3,32,32] (default: from the run's data)",
-    )
-    parser.add_argument("--blob", metavar="NAME", help="blob that holds the weights (default: model)")

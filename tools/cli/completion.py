@@ -9,7 +9,7 @@ from shlex import quote
 from torchrelay.checkpoint.log.view import WORDS
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
-from torchrelay.tools.cli.arguments import Add
+from torchrelay.tools.cli.arguments import arg, verb
 
 SELECTORS = (*WORDS, "epoch=", "tag=")
 """Selectors that may follow `RUN@`."""
@@ -124,8 +124,8 @@ if [[ $funcstack[1] == _torchrelay ]]; then _torchrelay "$@"; else compdef _torc
 def fish(tree: Mapping[str, CompletionOptions]) -> str:
     """Return the script for fish: `torchrelay completion fish | source`."""
     lines = ["# fish completion of torchrelay: torchrelay completion fish | source"]
-    for verb, one in tree.items():
-        here = _fish_condition(verb, one)
+    for typed, one in tree.items():
+        here = _fish_condition(typed, one)
         for name, text in one.verbs.items():
             lines.append(f"complete -c torchrelay -f -n {quote(here)} -a {name} -d {quote(text)}")
         for name, text in one.options.items():
@@ -169,20 +169,14 @@ def _cases(tree: Mapping[str, CompletionOptions]) -> str:
     )
 
 
-def add_completion(add: Add) -> None:
-    """Define `completion`."""
-    parser = add("print a shell completion script", completion)
-    parser.add_argument("shell", choices=tuple(SHELLS), help="for bash: source <(torchrelay completion bash)")
-
-
+@verb(
+    "print a shell completion script",
+    arg("shell", "for bash: source <(torchrelay completion bash)", choices=tuple(SHELLS)),
+)
 def completion(chosen: argparse.Namespace, output: Output) -> int:
     """Print the script."""
     from torchrelay.tools.cli.main import whole_parser  # imports all subcommands
 
     script = SHELLS[chosen.shell](dict(tree_of(whole_parser())))
-    if output.json:
-        output.value({"shell": chosen.shell, "script": script})
-        return 0
-    for line in script.splitlines():
-        output.line(line)
+    output.result({"shell": chosen.shell, "script": script}, script.splitlines())
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrelay.errors import UsageError
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import seconds_of
-from torchrelay.tools.cli.arguments import Add, whole_number
+from torchrelay.tools.cli.arguments import arg, flag, verb, whole_number
 from torchrelay.tools.launch.request import (
     TARGETS,
     LaunchRequest,
@@ -30,63 +30,62 @@ _OWN = "TORCHRELAY_LAUNCH"
 _SETTING = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
 
-def add_launch(add: Add) -> None:
-    """Define `launch`."""
-    parser = add("start a program on several processes or hosts, locally or on a cluster", launch)
+def _length(text: str) -> int:
+    """Parse a duration in seconds, as the type of an option."""
+    try:
+        return max(1, round(seconds_of(text)))
+    except UsageError:
+        raise argparse.ArgumentTypeError(
+            f"invalid duration {text!r:.40}: expected seconds, 1h30m, or 01:30:00"
+        ) from None
+
+
+def _targets(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each target, and the usage, which names them."""
     ways = " | ".join(f"--{name}" for name in TARGETS)
     parser.usage = (
         f"torchrelay launch -j NODESxRANKS [{ways}] [options] -- SCRIPT ... | -m MODULE_OR_CONFIG ..."
     )
-    parser.add_argument(
-        "-j", "--layout", metavar="NODESxRANKS",
-        help="nodes and ranks per node: 2x8, or 8 for one node",
-    )  # fmt: skip
     where = parser.add_mutually_exclusive_group()
     for name, row in TARGETS.items():
         where.add_argument(f"--{name}", dest="target", action="store_const", const=name, help=row.help)
-    parser.add_argument("--dry-run", action="store_true", help="print the files without starting anything")
-    parser.add_argument(
-        "--run", dest="run_dir", metavar="DIR", help="run directory (default: reported by the ranks)"
-    )
-    parser.add_argument("--name", default="torchrelay", help="name of the launch (default: torchrelay)")
-    parser.add_argument(
-        "--time-limit", metavar="T", type=_length, help="time limit: seconds, 1h30m, or 01:30:00"
-    )
-    parser.add_argument(
-        "--notice", metavar="T", type=_length, default=300,
-        help="how long before the time limit the ranks are asked to save and exit (default: 5m)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-restarts", metavar="N", type=whole_number(0), default=0,
-        help="restart the ranks up to N times after a preemption or a lost rank (default: 0)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--env", metavar="K=V", action="append", default=[], help="environment variable of the ranks"
-    )
-    parser.add_argument(
-        "--set",
-        metavar="K=V",
-        action="append",
-        default=[],
-        dest="options",
-        help="option of the target (see the guide)",
-    )
-    parser.add_argument(
-        "--logs", metavar="DIR", default="launch", help="directory for files and logs (default: launch)"
-    )
-    parser.add_argument(
-        "-m", metavar="MODULE", nargs=argparse.REMAINDER, dest="module",
-        help="module or configuration to run instead of a script, with its arguments",
-    )  # fmt: skip
-    parser.add_argument(
-        "command",
-        metavar="COMMAND",
-        nargs=argparse.REMAINDER,
-        help="script and its arguments, as for torchrun",
-    )
     parser.set_defaults(target="local")
 
 
+@verb(
+    "start a program on several processes or hosts, locally or on a cluster",
+    arg("-j --layout", "nodes and ranks per node: 2x8, or 8 for one node", "NODESxRANKS"),
+    _targets,
+    flag("--dry-run", "print the files without starting anything"),
+    arg("--run", "run directory (default: reported by the ranks)", "DIR", dest="run_dir"),
+    arg("--name", "name of the launch (default: torchrelay)", default="torchrelay"),
+    arg("--time-limit", "time limit: seconds, 1h30m, or 01:30:00", "T", type=_length),
+    arg(
+        "--notice",
+        "how long before the time limit the ranks are asked to save and exit (default: 5m)",
+        "T",
+        type=_length,
+        default=300,
+    ),
+    arg(
+        "--max-restarts",
+        "restart the ranks up to N times after a preemption or a lost rank (default: 0)",
+        "N",
+        type=whole_number(0),
+        default=0,
+    ),
+    arg("--env", "environment variable of the ranks", "K=V", action="append", default=[]),
+    arg("--set", "option of the target (see the guide)", "K=V", action="append", default=[], dest="options"),
+    arg("--logs", "directory for files and logs (default: launch)", "DIR", default="launch"),
+    arg(
+        "-m",
+        "module or configuration to run instead of a script, with its arguments",
+        "MODULE",
+        nargs=argparse.REMAINDER,
+        dest="module",
+    ),
+    arg("command", "script and its arguments, as for torchrun", "COMMAND", nargs=argparse.REMAINDER),
+)
 def launch(chosen: argparse.Namespace, output: Output) -> int:
     """Print the files or start the launch; returns the exit code."""
     request = _request(chosen)
@@ -105,14 +104,9 @@ def launch(chosen: argparse.Namespace, output: Output) -> int:
 
 def _print(request: LaunchRequest, name: str, output: Output) -> None:
     files = target(name).files(request)
-    if output.json:
-        shown = [{"name": one.name, "text": one.text, "executable": one.executable} for one in files]
-        output.value({"target": name, "directory": str(request.logs), "files": shown})
-        return
-    for one in files:
-        output.line(f"# ---- {request.logs / one.name}")
-        for line in one.text.splitlines():
-            output.line(line)
+    lines = [line for one in files for line in (f"# ---- {request.logs / one.name}", *one.text.splitlines())]
+    shown = list(map(vars, files))
+    output.result({"target": name, "directory": str(request.logs), "files": shown}, lines)
 
 
 def _request(chosen: argparse.Namespace) -> LaunchRequest:
@@ -163,13 +157,3 @@ def _pairs(option: str, form: re.Pattern[str], words: list[str]) -> tuple[tuple[
             raise UsageError(f"invalid {option} {word!r:.80}: expected NAME=VALUE")
         found.append((name, value))
     return tuple(found)
-
-
-def _length(text: str) -> int:
-    """Parse a duration in seconds, as the type of an option."""
-    try:
-        return max(1, round(seconds_of(text)))
-    except UsageError:
-        raise argparse.ArgumentTypeError(
-            f"invalid duration {text!r:.40}: expected seconds, 1h30m, or 01:30:00"
-        ) from None

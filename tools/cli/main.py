@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ import torchrelay
 from torchrelay.errors import RelayError, StorageError, UsageError, exit_code_of
 from torchrelay.jobs.runtime import IMPOSSIBLE, undisturbed
 from torchrelay.runners.monitoring.console import Output, Parser, by_url, printable
-from torchrelay.tools.cli.arguments import Run
+from torchrelay.tools.cli.arguments import Run, Verb
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[Parser]
@@ -30,50 +29,50 @@ _CODES = (
     "from, 4 in use, 5 damaged or unreadable, 6 a rank was lost, 75 preempted (run it again)"
 )
 _VERBS = {
-    "train": ".programs:add_train",
-    "test": ".programs:add_test",
-    "eval": ".programs:add_eval",
-    "serve": ".programs:add_serve",
-    "status": ".programs:add_status",
-    "package": ".programs:add_package",
-    "amend": ".programs:add_amend",
-    "run": ".config:add_run_config",
-    "launch": ".launch:add_launch",
-    "ls": ".runs.ls:add_ls",
-    "show": ".runs.show:add_show",
-    "verify": ".checkpoints.verify:add_verify",
-    "ckpt ls": ".runs.ls:add_ls",
-    "ckpt show": ".checkpoints.directory:add_epoch_show",
-    "ckpt verify": ".checkpoints.verify:add_verify",
-    "ckpt diff": ".checkpoints.diff:add_diff",
-    "ckpt find-bad": ".checkpoints.find_bad:add_find_bad",
-    "ckpt du": ".checkpoints.directory:add_du",
-    "ckpt why": ".checkpoints.verify:add_why",
-    "ckpt stats": ".runs.show:add_stats",
-    "ckpt repair": ".checkpoints.directory:add_repair",
-    "ckpt prune": ".checkpoints.retention:add_prune",
-    "ckpt tag": ".checkpoints.retention:add_tag",
-    "ckpt pin": ".checkpoints.retention:add_pin",
-    "ckpt export": ".checkpoints.convert:add_export",
-    "ckpt import": ".checkpoints.convert:add_import",
-    "runs ls": ".runs.library:add_runs_ls",
-    "runs show": ".runs.library:add_runs_show",
-    "runs status": ".programs:add_status",
-    "runs diff": ".runs.compare:add_runs_diff",
-    "runs compare": ".runs.compare:add_compare",
-    "runs code": ".runs.library:add_runs_code",
-    "runs lineage": ".runs.show:add_lineage",
-    "runs index": ".runs.library:add_index",
-    "config check": ".config:add_check",
-    "config print": ".config:add_print",
-    "config schema": ".config:add_schema",
-    "top": ".runs.watch:add_top",
-    "report": ".runs.watch:add_report",
-    "dashboard": ".runs.watch:add_dashboard",
-    "chaos": "torchrelay.chaos.cli:add_chaos",
-    "completion": ".completion:add_completion",
+    "train": ".programs:train",
+    "test": ".programs:test",
+    "eval": ".programs:evaluate",
+    "serve": ".programs:serve_model",
+    "status": ".programs:status",
+    "package": ".programs:package",
+    "amend": ".programs:amend",
+    "run": ".config:run",
+    "launch": ".launch:launch",
+    "ls": ".runs.ls:ls",
+    "show": ".runs.show:show",
+    "verify": ".checkpoints.verify:verify",
+    "ckpt ls": ".runs.ls:ls",
+    "ckpt show": ".checkpoints.directory:show",
+    "ckpt verify": ".checkpoints.verify:verify",
+    "ckpt diff": ".checkpoints.diff:diff",
+    "ckpt find-bad": ".checkpoints.find_bad:find_bad",
+    "ckpt du": ".checkpoints.directory:du",
+    "ckpt why": ".checkpoints.verify:why",
+    "ckpt stats": ".runs.show:stats",
+    "ckpt repair": ".checkpoints.directory:repair",
+    "ckpt prune": ".checkpoints.retention:run_prune",
+    "ckpt tag": ".checkpoints.retention:tag",
+    "ckpt pin": ".checkpoints.retention:pin",
+    "ckpt export": ".checkpoints.convert:export",
+    "ckpt import": ".checkpoints.convert:import_",
+    "runs ls": ".runs.library:ls",
+    "runs show": ".runs.library:show",
+    "runs status": ".programs:status",
+    "runs diff": ".runs.compare:diff",
+    "runs compare": ".runs.compare:compare",
+    "runs code": ".runs.library:code",
+    "runs lineage": ".runs.show:lineage",
+    "runs index": ".runs.library:index",
+    "config check": ".config:check",
+    "config print": ".config:print_",
+    "config schema": ".config:schema",
+    "top": ".runs.watch:top",
+    "report": ".runs.watch:report",
+    "dashboard": ".runs.watch:dashboard",
+    "chaos": "torchrelay.chaos.cli:chaos",
+    "completion": ".completion:completion",
 }
-"""Subcommand -> `module:function` that defines it, relative to this package.
+"""Subcommand -> `module:function` that declares it, relative to this package.
 Only the module of the typed subcommand is imported, which keeps start-up short.
 `ls`, `verify` and `status` are aliases of `ckpt ls`, `ckpt verify` and `runs status`."""
 _FORMER = {
@@ -163,7 +162,7 @@ def _parser(typed: Sequence[str]) -> Parser:
         if group not in groups:
             groups[group] = _group(groups[""], group)
         module, _, function = _VERBS[verb].partition(":")
-        getattr(import_module(module, __package__), function)(partial(_verb, groups[group], name))
+        _add(groups[group], name, getattr(import_module(module, __package__), function))
     return parser
 
 
@@ -182,12 +181,13 @@ def _group(verbs: Verbs, name: str) -> Verbs:
     return parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
 
 
-def _verb(verbs: Verbs, name: str, help_line: str, run: Run) -> Parser:
-    """Add a subcommand with `--json` and the function that runs it."""
-    parser = verbs.add_parser(name, help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+def _add(verbs: Verbs, name: str, verb: Verb) -> None:
+    """Add a subcommand with `--json`, its arguments and the function that runs it."""
+    parser = verbs.add_parser(name, help=verb.help, description=f"{verb.help[0].upper()}{verb.help[1:]}.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(run=run, parser=parser)
-    return parser
+    for one in verb.arguments:
+        one(parser)
+    parser.set_defaults(run=verb.run, parser=parser)
 
 
 def _refuse(error: RelayError) -> int:

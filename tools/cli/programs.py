@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
-from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.request import (
@@ -33,11 +32,10 @@ from torchrelay.runners.remote_runs.resolve import (
     parse_selector,
     with_epoch,
 )
-from torchrelay.tools.cli.arguments import Add, add_model_options
+from torchrelay.tools.cli.arguments import MODEL_OPTIONS, Argument, Verb, arg, verb
 from torchrelay.tools.serving.serve import check_installed, say, serve
 
 if TYPE_CHECKING:
-    from torchrelay.runners.artifacts.loaded_model import LoadedModel
     from torchrelay.tools.serving.handlers import ModelSource
 
 
@@ -57,66 +55,51 @@ def run_status(text: str, chosen: argparse.Namespace, output: Output) -> int:
     status = run_facts(
         run.path, str(run.where), read_note(run.path), lambda: place.log().newest(boundary=True)
     )
-    if output.json:
-        output.value(status)
-    else:
-        output.line(run_line(status))
-        if status["test"] is not None:
-            output.line(f"tested at epoch {status['test']['epoch']}")
+    tested = [] if status["test"] is None else [f"tested at epoch {status['test']['epoch']}"]
+    output.result(status, [run_line(status), *tested])
     return 1 if chosen.check and not stands.over else 0
 
 
 _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
 
 
-def _add(verb: str, add: Add) -> argparse.ArgumentParser:
-    """Define one of these subcommands."""
-    parser = add(VERBS[verb], partial(_perform, verb))
-    text = "script.py or package.module:Class"
-    text += {"package": ", or a run such as RUN@best", "status": ", or a run or its URL"}.get(
-        verb, " (default: the configuration of -m alone)"
-    )
-    alone = verb != "package"  # a configuration alone is enough
-    nargs = "?" if alone else None
-    parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
-    add_options(parser, verb)
-    return parser
-
-
-add_train, add_test, add_eval, add_status, add_amend = (
-    partial(_add, verb) for verb in ("train", "test", "eval", "status", "amend")
-)
-
-
-def add_package(add: Add) -> None:
-    """Define `package`."""
-    add_model_options(_add("package", add))
-
-
-def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
+def _perform(name: str, chosen: argparse.Namespace, output: Output) -> int:
     """Run the subcommand of the program or configuration, which exits the process."""
-    if verb == "eval" and chosen.program is not None and chosen.config is not None:
-        _without_program(chosen)
-    if verb == "status" and chosen.program is not None and is_run(chosen.program):
+    given = chosen.program is not None
+    if name == "eval" and given and chosen.config is not None and not _PROGRAM.fullmatch(chosen.program):
+        chosen.program, chosen.paths = None, [chosen.program, *chosen.paths]  # `eval -m config.yaml IN OUT`
+    if name == "status" and given and is_run(chosen.program):
         return run_status(chosen.program, chosen, output)
-    _refuse_configuration(verb, chosen.program)
-    request = VerbRequest.of(chosen, verb)
+    _refuse_configuration(name, chosen.program)
+    request = VerbRequest.of(chosen, name)
     if chosen.program is None and request.config is None:
-        raise UsageError(f"{verb} needs a PROGRAM, or a configuration given by -m")
+        raise UsageError(f"{name} needs a PROGRAM, or a configuration given by -m")
     output.close()
     if chosen.program is None:
         from torchrelay.runners.programs.cli import perform
         from torchrelay.runners.training.exit import run_and_leave
 
         run_and_leave(lambda: perform(request))
-    if verb == "package":
-        typed = Typed(chosen.model, chosen.blob, tuple(chosen.input or ()))
-        if (code := package_run(chosen.program, request, typed)) is not None:
-            return code
+    if name == "package" and (code := _package_run(chosen, request)) is not None:
+        return code
     from torchrelay.runners.programs.cli import load_and_perform
 
     load_and_perform(chosen.program, request)
     raise UsageError(f"{chosen.program} ended without an exit code")
+
+
+def _of_program(name: str, *more: Argument) -> Verb:
+    """Declare one of these subcommands."""
+    text = {"package": ", or a run such as RUN@best", "status": ", or a run or its URL"}.get(
+        name, " (default: the configuration of -m alone)"
+    )
+    nargs = None if name == "package" else "?"
+    program = arg("program", f"script.py or package.module:Class{text}", "PROGRAM", nargs=nargs)
+    return Verb(VERBS[name], (program, partial(add_options, verb=name), *more), partial(_perform, name))
+
+
+train, test, evaluate, status, amend = map(_of_program, ("train", "test", "eval", "status", "amend"))
+package = _of_program("package", *MODEL_OPTIONS)
 
 
 def _refuse_configuration(verb: str, program: str | None) -> None:
@@ -125,39 +108,18 @@ def _refuse_configuration(verb: str, program: str | None) -> None:
         raise UsageError(f"{program} is a configuration, not a program; use torchrelay {verb} -m {program}")
 
 
-def _without_program(chosen: argparse.Namespace) -> None:
-    """Treat PROGRAM as the first file of `eval -m config.yaml IN OUT` if it is not a program name."""
-    if not _PROGRAM.fullmatch(chosen.program):
-        chosen.paths = [chosen.program, *chosen.paths]
-        chosen.program = None
-
-
-@dataclass(frozen=True)
-class Typed:
-    """The model options: `--model module:function`, `--blob` and the repeatable `--input`."""
-
-    model: str | None = None
-    blob: str | None = None
-    inputs: tuple[str, ...] = ()
-
-    @property
-    def given(self) -> list[str]:
-        """Names of the options that were given."""
-        known = {"--model": self.model, "--blob": self.blob, "--input": self.inputs}
-        return [name for name, value in known.items() if value]
-
-
-def package_run(target: str, request: VerbRequest, typed: Typed) -> int | None:
-    """Package the model of a run; returns None if `target` is not a run or checkpoints with a `--model`.
+def _package_run(chosen: argparse.Namespace, request: VerbRequest) -> int | None:
+    """Package the model of a run; returns None if PROGRAM is not a run or checkpoints with a `--model`.
 
     The run of a program is packaged by its archived script in a separate process. Any other model is built
     here, by the archived configuration or by `--model`. Raises UsageError for options that do not apply.
     """
-    selector = parse_selector(target)
+    target, selector = chosen.program, parse_selector(chosen.program)
     path = Path(selector.path).absolute()
-    if not path.is_dir() and not (is_url(selector.path) and typed.model is not None):
-        if typed.given:
-            raise UsageError(f"{', '.join(typed.given)}: only for a run directory, which {target} is not")
+    given = ", ".join(f"--{name}" for name in ("model", "blob", "input") if getattr(chosen, name))
+    if not path.is_dir() and not (is_url(selector.path) and chosen.model is not None):
+        if given:
+            raise UsageError(f"{given}: only for a run directory, which {target} is not")
         if selector.wish is not None and not is_url(selector.path):
             existing_directory(selector.path)
         return None
@@ -167,41 +129,36 @@ def package_run(target: str, request: VerbRequest, typed: Typed) -> int | None:
     note = read_note(path) if path.is_dir() else None
     if note is None:
         locate(selector.path)
-    if note is None or not note.is_of_program or typed.model is not None:
-        return _package_here(selector, epoch or "last", request, typed)
-    if typed.given:
-        raise UsageError(f"{', '.join(typed.given)}: set by the run's program; add --model to replace it")
+    if note is None or not note.is_of_program or chosen.model is not None:
+        return _package_here(selector, epoch or "last", request, chosen)
+    if given:
+        raise UsageError(f"{given}: set by the run's program; add --model to replace it")
     from torchrelay.runners.programs.cli import perform_archived
 
     return perform_archived(ProgramRun(path, note), request, epoch)
 
 
-def _package_here(selector: Selector, epoch: str, request: VerbRequest, typed: Typed) -> int:
-    from torchrelay.models.package.api import save
+def _package_here(selector: Selector, epoch: str, request: VerbRequest, chosen: argparse.Namespace) -> int:
+    from torchrelay.models.package.api import code_id_of_run, save
     from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
     from torchrelay.runners.programs.command_context import say
     from torchrelay.runners.programs.evaluate import lacking
 
     if request.config is not None:
         raise UsageError("-m is only for programs; a run has its own configuration")
-    model = None if typed.model is None else named(typed.model, "--model")
-    given = typed_inputs(typed.inputs)
+    model = None if chosen.model is None else named(chosen.model, "--model")
+    given = typed_inputs(chosen.input or ())
     inputs: Any = given.tensors or None
-    with loaded_model(selector.path, epoch, model=model, blob=typed.blob, inputs=inputs) as found:
+    with loaded_model(selector.path, epoch, model=model, blob=chosen.blob, inputs=inputs) as found:
+        name, epoch_number = Path(selector.path).name, found.opened.epoch
+        known = {"run": name, "epoch": epoch_number, "code_id": code_id_of_run(selector.path)}
         made = save(
             request.out or "", found.module, found.inputs, dynamic=given.dynamic or None,
-            metadata=_metadata(selector.path, found), drop_unused=found.of_batches,
-            overwrite=request.overwrite,
+            metadata={key: value for key, value in known.items() if value is not None},
+            drop_unused=found.of_batches, overwrite=request.overwrite,
         )  # fmt: skip
-    say(f"epoch {found.opened.epoch} of {Path(selector.path).name}: {made.where}{lacking(made)}")
+    say(f"epoch {epoch_number} of {name}: {made.where}{lacking(made)}")
     return 0
-
-
-def _metadata(where: str, found: LoadedModel) -> dict[str, Any]:
-    from torchrelay.models.package.api import code_id_of_run
-
-    known = {"run": Path(where).name, "epoch": found.opened.epoch, "code_id": code_id_of_run(where)}
-    return {key: value for key, value in known.items() if value is not None}
 
 
 _BLOB = "model"
@@ -212,28 +169,26 @@ _OF_PROGRAM = {
 }  # fmt: skip
 
 
-def add_serve(add: Add) -> None:
-    """Define `serve`."""
-    parser = add("serve the model of a run, package, program or configuration over HTTP", serve_model)
-    where = (
+@verb(
+    "serve the model of a run, package, program or configuration over HTTP",
+    arg(
+        "program",
         "a run, checkpoint directory or URL, optionally with @7, @last or @best; a model package; or a "
-        "program (its newest run is served). Default: the configuration of -m alone"
-    )
-    parser.add_argument("program", metavar="RUN[@EPOCH]|PACKAGE|PROGRAM", nargs="?", help=where)
-    parser.add_argument(
+        "program (its newest run is served). Default: the configuration of -m alone",
+        "RUN[@EPOCH]|PACKAGE|PROGRAM",
+        nargs="?",
+    ),
+    arg(
         "--model",
-        metavar="MODULE:FUNCTION",
-        help="function that builds the module (default: the archived code of the run)",
-    )
-    parser.add_argument("--blob", metavar="NAME", help=f"blob to load into the module (default: {_BLOB})")
-    parser.add_argument("--handler", metavar="MODULE:CLASS", help="handler class around the module")
-    parser.add_argument(
-        "--signature", metavar="FILE", help="JSON file with the inputs and outputs to enforce"
-    )
-    parser.add_argument("--device", metavar="D", help="device to compute on (default: cpu)")
-    add_options(parser, "server")
-
-
+        "function that builds the module (default: the archived code of the run)",
+        "MODULE:FUNCTION",
+    ),
+    arg("--blob", f"blob to load into the module (default: {_BLOB})", "NAME"),
+    arg("--handler", "handler class around the module", "MODULE:CLASS"),
+    arg("--signature", "JSON file with the inputs and outputs to enforce", "FILE"),
+    arg("--device", "device to compute on (default: cpu)", "D"),
+    partial(add_options, verb="server"),
+)
 def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     """Serve until SIGTERM or SIGINT."""
     _refuse_configuration("serve", chosen.program)
@@ -256,7 +211,12 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
         )
         return _served(options, lambda: _package(chosen))
     if chosen.model is not None:
-        return _served(options, lambda: _named_model(chosen, selector))
+        from torchrelay.runners.artifacts.loaded_model import named
+
+        return _served(
+            options,
+            lambda: _plain(chosen, selector, named(chosen.model, "--model"), chosen.blob or _BLOB),
+        )
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
     if note is None or not note.is_of_program:
         _serve_configured(chosen, selector, options)
@@ -270,45 +230,32 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> NoReturn:
-    """Serve the model that the archived configuration of a run builds."""
-    from torchrelay.runners.remote_runs.resolve import locate
-
-    _check_there(selector)
+    """Serve the traced model that the archived configuration of a run builds, or the model by a handler."""
+    path = Path(selector.path)
+    if path.is_file():
+        raise UsageError(f"{path} is a file and holds one epoch; remove the @ and what follows")
+    if not is_url(selector.path) and not path.exists() and selector.wish is None:
+        raise UsageError(f"{path} does not exist; give a run, a checkpoint directory or a model package")
     locate(selector.path)
-    if is_url(selector.path) or not (Path(selector.path) / "run.json").is_file():
+    if is_url(selector.path) or not (path / "run.json").is_file():
         raise UsageError(
             f"{selector.path} holds checkpoints without a run, so their model is unknown; give --model "
             "module:function"
         )
     from torchrelay.runners.training.exit import run_and_leave
 
-    work = _by_program if chosen.handler is None else _by_handler
-    run_and_leave(lambda: work(chosen, selector, options))
+    def work() -> int:
+        if chosen.handler is None:
+            from torchrelay.tools.serving.program_server import serve_run
 
+            _refuse_given(chosen, {"signature": "--signature"}, "the traced model of the run has its own")
+            return serve_run(selector.path, selector.epoch, options, chosen.blob, chosen.device)
+        from torchrelay.runners.artifacts.rebuild import rebuilt
 
-def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
-    """Serve the traced model that the run's archived source and configuration build."""
-    from torchrelay.tools.serving.program_server import serve_run
+        with rebuilt(path.resolve(), None, chosen.blob) as found:
+            return serve(options, lambda: _plain(chosen, selector, lambda: found.make().module, found.blob))
 
-    _refuse_given(chosen, {"signature": "--signature"}, "the traced model of the run has its own")
-    return serve_run(selector.path, selector.epoch, options, chosen.blob, chosen.device)
-
-
-def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
-    """Serve the rebuilt model itself through a handler of the user."""
-    from torchrelay.runners.artifacts.rebuild import rebuilt
-
-    with rebuilt(Path(selector.path).resolve(), None, chosen.blob) as found:
-        return serve(options, lambda: _plain(chosen, selector, lambda: found.make().module, found.blob))
-
-
-def _check_there(selector: Selector) -> None:
-    """Raise UsageError for a path that is missing, or is a file with an epoch."""
-    path = Path(selector.path)
-    if path.is_file():
-        raise UsageError(f"{path} is a file and holds one epoch; remove the @ and what follows")
-    if not is_url(selector.path) and not path.exists() and selector.wish is None:
-        raise UsageError(f"{path} does not exist; give a run, a checkpoint directory or a model package")
+    run_and_leave(work)
 
 
 def _served(options: ServeOptions, source: Any) -> NoReturn:
@@ -316,12 +263,6 @@ def _served(options: ServeOptions, source: Any) -> NoReturn:
     from torchrelay.runners.training.exit import run_and_leave
 
     run_and_leave(lambda: serve(options, source))
-
-
-def _named_model(chosen: argparse.Namespace, selector: Selector) -> ModelSource:
-    from torchrelay.runners.artifacts.loaded_model import named
-
-    return _plain(chosen, selector, named(chosen.model, "--model"), chosen.blob or _BLOB)
 
 
 def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> ModelSource:

@@ -6,21 +6,22 @@ torch is imported only when a subcommand runs, so `--help` stays quick.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch, add_model_options
+from torchrelay.tools.cli.arguments import BLOBS, MODEL_OPTIONS, arg, either, flag, run_epoch, verb
 
 _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
 
 
-def add_onnx_options(parser: argparse.ArgumentParser) -> None:
+def _onnx_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `--to onnx`."""
     only = parser.add_argument_group("onnx")
-    add_model_options(only)
-    only.add_argument("--opset", metavar="N", type=int, help="ONNX opset version")
+    for one in (*MODEL_OPTIONS, arg("--opset", "ONNX opset version", "N", type=int)):
+        one(only)
 
 
 def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
@@ -39,24 +40,17 @@ def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
         source.path, chosen.output, source.epoch, model=model, blob=chosen.blob,
         inputs=given.tensors or None, dynamic=dynamic, opset=chosen.opset, overwrite=chosen.overwrite,
     )  # fmt: skip
-    if output.json:
-        output.value(
-            {
-                "path": done.path,
-                "bytes": done.bytes,
-                "opset": done.opset,
-                "signature": done.signature.to_json(),
-                "compared": [dict(one) for one in done.compared],
-                "difference": done.difference,
-            }
-        )
-        return 0
     takes, gives = (
         ", ".join(f"{one.name} {one.dtype}[{', '.join(map(str, one.shape))}]" for one in side)
         for side in (done.signature.inputs, done.signature.outputs)
     )
-    output.line(f"{takes} -> {gives}: {done.path} ({human_bytes(done.bytes)}, opset {done.opset})")
-    output.line(f"onnxruntime and torch differ by at most {done.difference:.3g}")
+    found = {
+        "path": done.path, "bytes": done.bytes, "opset": done.opset,
+        "signature": done.signature.to_json(), "compared": [dict(one) for one in done.compared],
+        "difference": done.difference,
+    }  # fmt: skip
+    written = f"{takes} -> {gives}: {done.path} ({human_bytes(done.bytes)}, opset {done.opset})"
+    output.result(found, [written, f"onnxruntime and torch differ by at most {done.difference:.3g}"])
     return 0
 
 
@@ -65,60 +59,31 @@ ONNX = "onnx"
 _NAMED = 5
 
 
-def add_export(add: Add) -> None:
-    """Define `export`."""
-    parser = add("convert an epoch to another format, verifying it", export)
-    add_epoch(parser)
-    formats = (*FORMATS, ONNX)
-    parser.add_argument(
-        "--to", choices=formats, required=True, help="target format; hf and dcp write directories"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="PATH", required=True, help="path or URL to write; must not exist"
-    )
-    add_blobs(parser)
-    parser.add_argument(
-        "--nodes", "--node", metavar="NODE", dest="nodes",
-        help="node whose value to take where tensors differ between nodes, such as trainer_0",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prefix", metavar="TEXT", default="", help="prefix to strip from tensor names, such as model."
-    )
-    parser.add_argument(
-        "--dtype", metavar="TYPE", help="convert floating-point tensors to this type, such as bfloat16"
-    )
-    parser.add_argument(
-        "--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="largest size of a file of hf"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing file (never a directory)"
-    )
-    add_onnx_options(parser)
-
-
-def add_import(add: Add) -> None:
-    """Define `import`."""
-    parser = add("create a checkpoint directory from a file of another format", import_)
-    parser.add_argument("path", metavar="PATH", help="file, directory or URL to read")
-    parser.add_argument("--from", dest="format", choices=FORMATS, required=True, help="format of PATH")
-    parser.add_argument(
-        "-o", "--output", metavar="PREFIX", required=True, help="checkpoint directory to create"
-    )
-    names = parser.add_mutually_exclusive_group()
-    names.add_argument("--blob", metavar="NAME", default="model", help="blob for top-level tensors")
-    names.add_argument(
-        "--split-names", action="store_true", help="use the first part of each name as its blob"
-    )
-    parser.add_argument(
-        "--i-trust-this", action="store_true", help="unpickle DCP files, which can run arbitrary code"
-    )
-
-
+@verb(
+    "convert an epoch to another format, verifying it",
+    run_epoch(),
+    arg("--to", "target format; hf and dcp write directories", choices=(*FORMATS, ONNX), required=True),
+    arg("-o --output", "path or URL to write; must not exist", "PATH", required=True),
+    BLOBS,
+    arg(
+        "--nodes --node",
+        "node whose value to take where tensors differ between nodes, such as trainer_0",
+        "NODE",
+        dest="nodes",
+    ),
+    arg("--prefix", "prefix to strip from tensor names, such as model.", "TEXT", default=""),
+    arg("--dtype", "convert floating-point tensors to this type, such as bfloat16", "TYPE"),
+    arg("--shard-bytes", "largest size of a file of hf", "N", type=int, default=5_000_000_000),
+    flag("--overwrite", "replace an existing file (never a directory)"),
+    _onnx_options,
+)
 def export(chosen: argparse.Namespace, output: Output) -> int:
     """Write one epoch and report what was written and left out."""
     if chosen.to == ONNX:
         return export_onnx(chosen, output)
-    _refuse_onnx_options(chosen)
+    for name in ("model", "input", "blob", "opset"):
+        if getattr(chosen, name) is not None:
+            raise UsageError(f"--{name} needs --to {ONNX}")
     from torchrelay.checkpoint.files.interop import export_checkpoint
     from torchrelay.runners.remote_runs.resolve import parse_selector
 
@@ -129,37 +94,43 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
             dtype=_dtype(chosen.dtype), shard_bytes=chosen.shard_bytes, overwrite=chosen.overwrite,
             nodes=chosen.nodes,
         )  # fmt: skip
-    if output.json:
-        output.value(
-            {
-                "path": str(done.path),
-                "tensors": done.tensors,
-                "values": done.values,
-                "bytes": done.bytes,
-                "left_out": list(done.left_out),
-                "nodes": dict(done.nodes),
-            }
-        )
-        return 0
-    output.line(f"{done.tensors} tensors ({human_bytes(done.bytes)}), {done.values} values in {done.path}")
-    if done.nodes:
-        more = ", ..." if len(done.nodes) > _NAMED else ""
-        output.notice(
-            f"of {chosen.nodes}: {', '.join(list(done.nodes)[:_NAMED])}{more} ({len(done.nodes)} in all), "
-            "which differ between nodes"
-        )
-    if done.left_out:
-        more = ", ..." if len(done.left_out) > _NAMED else ""
-        output.notice(f"left out: {', '.join(done.left_out[:_NAMED])}{more} ({len(done.left_out)} in all)")
+    found = {
+        **_counts(done),
+        "left_out": list(done.left_out),
+        "nodes": dict(done.nodes),
+    }
+    output.result(found, f"{_size(done)}, {done.values} values in {done.path}")
+    if done.nodes and not output.json:
+        output.notice(f"of {chosen.nodes}: {_some(list(done.nodes))}, which differ between nodes")
+    if done.left_out and not output.json:
+        output.notice(f"left out: {_some(done.left_out)}")
     return 0
 
 
-def _refuse_onnx_options(chosen: argparse.Namespace) -> None:
-    for name in ("model", "input", "blob", "opset"):
-        if getattr(chosen, name) is not None:
-            raise UsageError(f"--{name} needs --to {ONNX}")
+def _counts(done: Any) -> dict[str, Any]:
+    return {"path": str(done.path), "tensors": done.tensors, "values": done.values, "bytes": done.bytes}
 
 
+def _size(done: Any) -> str:
+    return f"{done.tensors} tensors ({human_bytes(done.bytes)})"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more} ({len(names)} in all)"
+
+
+@verb(
+    "create a checkpoint directory from a file of another format",
+    arg("path", "file, directory or URL to read", "PATH"),
+    arg("--from", "format of PATH", dest="format", choices=FORMATS, required=True),
+    arg("-o --output", "checkpoint directory to create", "PREFIX", required=True),
+    either(
+        arg("--blob", "blob for top-level tensors", "NAME", default="model"),
+        flag("--split-names", "use the first part of each name as its blob"),
+    ),
+    flag("--i-trust-this", "unpickle DCP files, which can run arbitrary code"),
+)
 def import_(chosen: argparse.Namespace, output: Output) -> int:
     """Create the checkpoint directory and report its contents."""
     from torchrelay.checkpoint.files.interop import import_checkpoint
@@ -169,13 +140,7 @@ def import_(chosen: argparse.Namespace, output: Output) -> int:
         done = import_checkpoint(
             chosen.path, chosen.output, format=chosen.format, blob=blob, trust=chosen.i_trust_this
         )
-    if output.json:
-        output.value(
-            {"path": str(done.path), "tensors": done.tensors, "values": done.values, "bytes": done.bytes}
-        )
-    else:
-        size = human_bytes(done.bytes)
-        output.line(f"{done.tensors} tensors ({size}), {done.values} values: epoch 0 of {done.path}")
+    output.result(_counts(done), f"{_size(done)}, {done.values} values: epoch 0 of {done.path}")
     return 0
 
 

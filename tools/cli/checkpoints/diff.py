@@ -21,7 +21,7 @@ from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import Selected, parse_selector, select
-from torchrelay.tools.cli.arguments import Add, add_blobs, whole_number
+from torchrelay.tools.cli.arguments import BLOBS, arg, either, flag, verb, whole_number
 from torchrelay.tools.cli.runs.ls import entry_json
 
 _ENTRIES, _SHOWN, _DIGITS = 3, 40, 8
@@ -41,14 +41,8 @@ def value_change(before: Any, after: Any) -> str:
     return ", ".join([*found, *more]) or "the order of entries"
 
 
-class _Gone:
-    """Placeholder for a missing entry."""
-
-    def __repr__(self) -> str:
-        return "none"
-
-
-_GONE = _Gone()
+_GONE = type("Gone", (), {"__repr__": lambda _: "none"})()
+"""Placeholder for a missing entry."""
 
 
 def _decoded(value: Any) -> Any:
@@ -91,26 +85,27 @@ _WORDS: dict[Kind, str] = {
 }
 
 
-def add_diff(add: Add) -> None:
-    """Define `diff`."""
-    parser = add("compare the contents of two epochs", diff)
-    parser.add_argument("a", metavar="A", help="RUN@3: an epoch of a run, checkpoint directory or URL")
-    parser.add_argument("b", metavar="B", help="RUN@7, or @7 for an epoch of the same run")
-    add_blobs(parser)
-    parser.add_argument(
-        "--top", metavar="N", type=whole_number(1), help="show only the N leaves that changed most"
-    )
-    close = parser.add_mutually_exclusive_group()
-    close.add_argument("--quick", action="store_true", help="compare digests only, without figures")
-    close.add_argument(
-        "--whole", action="store_true", help="compute figures over whole tensors instead of changed blocks"
-    )
-
-
+@verb(
+    "compare the contents of two epochs",
+    arg("a", "RUN@3: an epoch of a run, checkpoint directory or URL", "A"),
+    arg("b", "RUN@7, or @7 for an epoch of the same run", "B"),
+    BLOBS,
+    arg("--top", "show only the N leaves that changed most", "N", type=whole_number(1)),
+    either(
+        flag("--quick", "compare digests only, without figures"),
+        flag("--whole", "compute figures over whole tensors instead of changed blocks"),
+    ),
+)
 def diff(chosen: argparse.Namespace, output: Output) -> int:
     """Compare two epochs and print the changes; always returns 0."""
-    one, other = select(chosen.a), select(_second(chosen.a, chosen.b))
-    figures = not chosen.quick and _have_numpy(output)
+    second = chosen.b
+    if second.startswith("@") and not Path(second).exists():
+        second = f"{parse_selector(chosen.a).path}{second}"  # an epoch of the first run
+    one, other = select(chosen.a), select(second)
+    figures = not chosen.quick
+    if figures and find_spec("numpy") is None:
+        output.notice(f"numpy is not installed, so figures are left out: {install_command('inspect')}")
+        figures = False
     a, count_a = _opened(one)
     b, count_b = _opened(other)
     found: list[LeafChange] = []
@@ -127,25 +122,26 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
     changes = sorted((change for change in found if change.kind != "same"), key=_most_first)
     shown = changes[: chosen.top]
     read = count_a() + count_b()
+    stored = sum(item.leaf.nbytes for epoch in (a, b) for item in epoch.items.values() if item.tensor)
+    counts = Counter(change.kind for change in found)
     if output.json:
-        output.value(_json(one, other, found, shown, read, _tensor_bytes(a, b)))
-    else:
-        _say(output, one, other, found, shown, len(changes), read, _tensor_bytes(a, b))
-        if not chosen.blobs and any(change.kind != "same" for change in gradients):
-            output.line(f"not shown: saved gradients, which differ; --blobs {GRADIENTS} lists them")
+        places = ({"place": here.place.where, **entry_json(here.entry)} for here in (one, other))
+        output.value(
+            {
+                **dict(zip("ab", places, strict=True)),
+                "counts": {kind: counts[kind] for kind in _WORDS},
+                "changes": [_change_json(change) for change in shown],
+                "bytes": {"read": read, "tensors": stored},
+            }
+        )
+        return 0
+    _say(output, shown, len(changes))
+    summary = ", ".join(f"{counts[kind]} {_WORDS[kind]}" for kind in _WORDS if counts[kind])
+    output.line(f"{one.name} to {other.name}: {summary or 'nothing is stored'}")
+    output.line(f"read {human_bytes(read)}; both epochs together hold {human_bytes(stored)} of tensors")
+    if not chosen.blobs and any(change.kind != "same" for change in gradients):
+        output.line(f"not shown: saved gradients, which differ; --blobs {GRADIENTS} lists them")
     return 0
-
-
-def _second(a: str, b: str) -> str:
-    """Expand `@7` to an epoch of the first run."""
-    return f"{parse_selector(a).path}{b}" if b.startswith("@") and not Path(b).exists() else b
-
-
-def _have_numpy(output: Output) -> bool:
-    if find_spec("numpy") is not None:
-        return True
-    output.notice(f"numpy is not installed, so figures are left out: {install_command('inspect')}")
-    return False
 
 
 def _opened(selected: Selected) -> tuple[Epoch, Callable[[], int]]:
@@ -153,10 +149,6 @@ def _opened(selected: Selected) -> tuple[Epoch, Callable[[], int]]:
     storage = CountingStorage(selected.place.storage)
     epoch = open_epoch(storage, selected.entry)
     return epoch, lambda: storage.bytes_read
-
-
-def _tensor_bytes(*epochs: Epoch) -> int:
-    return sum(item.leaf.nbytes for epoch in epochs for item in epoch.items.values() if item.tensor)
 
 
 def _most_first(one: LeafChange) -> tuple[int, bool, float, str]:
@@ -169,16 +161,7 @@ def _most_first(one: LeafChange) -> tuple[int, bool, float, str]:
     return (0, not worse, -relative, one.name)
 
 
-def _say(
-    output: Output,
-    one: Selected,
-    other: Selected,
-    found: Sequence[LeafChange],
-    shown: Sequence[LeafChange],
-    changed: int,
-    read: int,
-    stored: int,
-) -> None:
+def _say(output: Output, shown: Sequence[LeafChange], changed: int) -> None:
     measured = [_cells(change) for change in shown if change.change]
     if measured:
         output.table(_COLUMNS, measured, spare=("compared", "|a|", "|b|"))
@@ -186,30 +169,20 @@ def _say(
         output.table(_COLUMNS[:2], [_cells(change)[:2] for change in shown if not change.change])
     if changed > len(shown):
         output.line(f"... and {changed - len(shown)} more; omit --top to show all")
-    if any(_partial(change) for change in shown):
+    if any(one.change is not None and one.change.compared < one.elements for one in shown):
         output.line("below 100% compared, figures cover the changed blocks only; --whole reads all")
-    counts = Counter(change.kind for change in found)
-    summary = ", ".join(f"{counts[kind]} {_WORDS[kind]}" for kind in _WORDS if counts[kind])
-    output.line(f"{one.name} to {other.name}: {summary or 'nothing is stored'}")
-    output.line(f"read {human_bytes(read)}; both epochs together hold {human_bytes(stored)} of tensors")
 
 
 def _cells(one: LeafChange) -> tuple[str, ...]:
     change = one.change
     if change is None:
         return (one.name, _what(one))
-    return (
-        one.name,
-        _what(one),
-        _percent(change.changed, one.elements),
-        _percent(change.compared, one.elements),
-        _number(change.relative),
-        _number(change.cosine),
-        human_number(change.max_abs),
-        human_number(change.norm_a),
-        human_number(change.norm_b),
-        _bad(change.nan_a, change.nan_b, change.inf_a, change.inf_b),
-    )
+    percents = (_percent(count, one.elements) for count in (change.changed, change.compared))
+    figures = (change.relative, change.cosine, change.max_abs, change.norm_a, change.norm_b)
+    numbers = ("" if value is None else human_number(value) for value in figures)
+    bad = [f"NaN {change.nan_a}->{change.nan_b}"] if change.nan_a or change.nan_b else []
+    bad += [f"Inf {change.inf_a}->{change.inf_b}"] if change.inf_a or change.inf_b else []
+    return (one.name, _what(one), *percents, *numbers, " ".join(bad))
 
 
 def _what(one: LeafChange) -> str:
@@ -222,12 +195,6 @@ def _what(one: LeafChange) -> str:
     return f"{one.before} -> {one.after}"
 
 
-def _bad(nan_a: int, nan_b: int, inf_a: int, inf_b: int) -> str:
-    said = [f"NaN {nan_a}->{nan_b}"] if nan_a or nan_b else []
-    said += [f"Inf {inf_a}->{inf_b}"] if inf_a or inf_b else []
-    return " ".join(said)
-
-
 def _percent(count: int, of: int) -> str:
     """Format a percentage; 0% and 100% only if exact."""
     if not of or count in (0, of):
@@ -235,36 +202,6 @@ def _percent(count: int, of: int) -> str:
     if count < 0.0001 * of:
         return "<0.01%"
     return f"{100 * count / of:.3g}%" if count < 0.99 * of else "99+%"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else human_number(value)
-
-
-def _partial(one: LeafChange) -> bool:
-    return one.change is not None and one.change.compared < one.elements
-
-
-def _json(
-    one: Selected,
-    other: Selected,
-    found: Sequence[LeafChange],
-    shown: Sequence[LeafChange],
-    read: int,
-    stored: int,
-) -> dict[str, Any]:
-    counts = Counter(change.kind for change in found)
-    return {
-        "a": _place_json(one),
-        "b": _place_json(other),
-        "counts": {kind: counts[kind] for kind in _WORDS},
-        "changes": [_change_json(change) for change in shown],
-        "bytes": {"read": read, "tensors": stored},
-    }
-
-
-def _place_json(one: Selected) -> dict[str, Any]:
-    return {"place": one.place.where, **entry_json(one.entry)}
 
 
 def _change_json(one: LeafChange) -> dict[str, Any]:

@@ -22,24 +22,20 @@ from torchrelay.metadata.run_directory import FORMAT, RunDirectory
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, select
-from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch, add_place, add_single_writer
+from torchrelay.tools.cli.arguments import BLOBS, PLACE, SINGLE_WRITER, flag, run_epoch, verb
 from torchrelay.tools.cli.runs.ls import current_keys, entry_json, marks_of, metrics_text, states_of
 
 _COLUMNS = ("name", "kind", "scope", "dtype", "shape", "leaves", "bytes", "written in")
 _SHOWN = 1000
 
 
-def add_epoch_show(add: Add) -> None:
-    """Define `ckpt show`."""
-    parser = add("list the blobs of an epoch with kind, type, shape, scope and size", show)
-    add_epoch(parser)
-    add_blobs(parser)
-    parser.add_argument("--leaves", action="store_true", help="list every tensor and value")
-    parser.add_argument(
-        "--all", action="store_true", help=f"list all, even if there are more than {_SHOWN:,}"
-    )
-
-
+@verb(
+    "list the blobs of an epoch with kind, type, shape, scope and size",
+    run_epoch(),
+    BLOBS,
+    flag("--leaves", "list every tensor and value"),
+    flag("--all", f"list all, even if there are more than {_SHOWN:,}"),
+)
 def show(chosen: argparse.Namespace, output: Output) -> int:
     """Print a summary of the epoch and its blobs, only the largest if there are very many."""
     selected = select(chosen.path)
@@ -146,11 +142,7 @@ def _epoch_json(
 _BLOBS = 10
 
 
-def add_du(add: Add) -> None:
-    """Define `ckpt du`."""
-    add_place(add("show disk usage by epoch, group and blob, with shared and orphaned bytes", du))
-
-
+@verb("show disk usage by epoch, group and blob, with shared and orphaned bytes", PLACE)
 def du(chosen: argparse.Namespace, output: Output) -> int:
     """Print the disk usage; lists all files, reads the log and one manifest."""
     place = locate(chosen.path)
@@ -309,22 +301,13 @@ def _identity(run: RunDirectory, view: LogView, manifest: Manifest | None) -> di
 _WORDS = {"mend": "to repair", "delete": "orphan", "keep": "left alone"}
 
 
-def add_repair(add: Add) -> None:
-    """Define `repair`."""
-    parser = add(
-        "rebuild lost files from the log, finish interrupted deletions and list orphans",
-        repair,
-    )
-    add_place(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
-    parser.add_argument(
-        "--delete-orphans",
-        action="store_true",
-        help="delete files that no record refers to; foreign files are kept",
-    )
-    add_single_writer(parser)
-
-
+@verb(
+    "rebuild lost files from the log, finish interrupted deletions and list orphans",
+    PLACE,
+    flag("--dry-run", "only print what would be done"),
+    flag("--delete-orphans", "delete files that no record refers to; foreign files are kept"),
+    SINGLE_WRITER,
+)
 def repair(chosen: argparse.Namespace, output: Output) -> int:
     """Repair the directory; returns 0, or 5 if files that epochs need are lost. Raises if it is in use."""
     place = locate(chosen.path, single_writer=chosen.single_writer)

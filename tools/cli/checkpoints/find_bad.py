@@ -26,7 +26,7 @@ from torchrelay.errors import DamagedError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate_run, parse_selector, select
-from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch
+from torchrelay.tools.cli.arguments import BLOBS, arg, either, flag, run_epoch, verb
 
 
 @dataclass(frozen=True)
@@ -161,23 +161,32 @@ def _jump_json(name: str, series: Sequence[tuple[int, float]], jump: Jump, resum
 _SHOWN = 20
 
 
-def add_find_bad(add: Add) -> None:
-    """Define `find-bad`."""
-    parser = add("find the first epoch with NaN or Inf, or the first jump of a metric", find_bad)
-    add_epoch(parser, default="@last; epochs up to this one are searched")
-    add_blobs(parser)
-    parser.add_argument("--nan-only", action="store_true", help="ignore Inf, which masks contain")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--all", action="store_true", help="read every epoch instead of bisecting")
-    how.add_argument(
-        "--metric", metavar="NAME", help="search for a jump of this metric instead of NaN in blobs"
-    )
-    parser.add_argument(
-        "--jump", metavar="FACTOR", type=_factor,
-        help=f"with --metric: spreads from the usual change that make a jump (default: {FACTOR:g})",
-    )  # fmt: skip
+def _factor(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"invalid factor {text!r}: expected a number above 0")
+    return found
 
 
+@verb(
+    "find the first epoch with NaN or Inf, or the first jump of a metric",
+    run_epoch("@last; epochs up to this one are searched"),
+    BLOBS,
+    flag("--nan-only", "ignore Inf, which masks contain"),
+    either(
+        flag("--all", "read every epoch instead of bisecting"),
+        arg("--metric", "search for a jump of this metric instead of NaN in blobs", "NAME"),
+    ),
+    arg(
+        "--jump",
+        f"with --metric: spreads from the usual change that make a jump (default: {FACTOR:g})",
+        "FACTOR",
+        type=_factor,
+    ),
+)
 def find_bad(chosen: argparse.Namespace, output: Output) -> int:
     """Search and report; returns 1 if something bad was found, else 0."""
     if chosen.metric is not None:
@@ -295,13 +304,3 @@ def _nan_json(
         ],
         "resume": None if resume is None else resume.json(),
     }
-
-
-def _factor(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"invalid factor {text!r}: expected a number above 0")
-    return found

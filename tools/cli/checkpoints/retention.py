@@ -19,7 +19,7 @@ from torchrelay.errors import DirectoryInUseError, UnknownEpochError, UsageError
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, parse_selector, select
-from torchrelay.tools.cli.arguments import Add, add_epoch, add_place, add_single_writer, whole_number
+from torchrelay.tools.cli.arguments import PLACE, SINGLE_WRITER, arg, flag, run_epoch, verb, whole_number
 
 _DRAFTS = {"tag": tag_draft, "pin": pin_draft}
 _DONE = {"tag": "is tagged", "pin": "is pinned as"}
@@ -91,38 +91,44 @@ _BEST = re.compile(r"(?P<metric>.+?):(?P<mode>max|min)(?::(?P<count>[1-9][0-9]{0
 _COLUMNS = ("epoch", "branch", "deleted", "bytes", "directory")
 
 
-def add_prune(add: Add) -> None:
-    """Define `prune`."""
-    parser = add("delete epochs by retention rules; tagged and pinned epochs are kept", run_prune)
-    add_place(parser)
-    parser.add_argument("--keep-last", type=whole_number(1), metavar="N", help="keep the newest N epochs")
-    parser.add_argument(
+def _best(text: str) -> Best:
+    match = _BEST.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"invalid value {text!r:.80}: expected METRIC:max or METRIC:min, optionally with a count, "
+            "as in val/acc:max:3"
+        )
+    return Best(match["metric"], match["mode"], int(match["count"] or 1))
+
+
+@verb(
+    "delete epochs by retention rules; tagged and pinned epochs are kept",
+    PLACE,
+    arg("--keep-last", "keep the newest N epochs", "N", type=whole_number(1)),
+    arg(
         "--keep-best",
+        "keep the best epoch by a metric, or the N best: val/acc:max, val/loss:min:3",
+        "METRIC:MODE[:N]",
         type=_best,
-        metavar="METRIC:MODE[:N]",
-        help="keep the best epoch by a metric, or the N best: val/acc:max, val/loss:min:3",
-    )
-    parser.add_argument(
-        "--keep-every",
-        "--every",
-        type=whole_number(1),
-        metavar="N",
-        help="keep epochs whose number is a multiple of N",
-    )
-    parser.add_argument(
+    ),
+    arg("--keep-every --every", "keep epochs whose number is a multiple of N", "N", type=whole_number(1)),
+    arg(
         "--keep-optimizer-last",
+        "keep optimizers only of the newest N kept epochs; older ones load but cannot resume",
+        "N",
         type=whole_number(1),
-        metavar="N",
-        help="keep optimizers only of the newest N kept epochs; older ones load but cannot resume",
-    )
-    parser.add_argument(
-        "--epoch", type=whole_number(0), metavar="N", action="append", default=[],
-        help="delete only this epoch; repeatable",
-    )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    add_single_writer(parser)
-
-
+    ),
+    arg(
+        "--epoch",
+        "delete only this epoch; repeatable",
+        "N",
+        type=whole_number(0),
+        action="append",
+        default=[],
+    ),
+    flag("--dry-run", "only print what would be deleted"),
+    SINGLE_WRITER,
+)
 def run_prune(chosen: argparse.Namespace, output: Output) -> int:
     """Print and delete the epochs; `--dry-run` only prints. Raises DirectoryInUseError if a job writes."""
     keeping = Keeping(chosen.keep_last, chosen.keep_every, chosen.keep_optimizer_last, chosen.keep_best)
@@ -204,25 +210,13 @@ def _loss_json(loss: Loss) -> dict[str, Any]:
     }
 
 
-def _best(text: str) -> Best:
-    match = _BEST.fullmatch(text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"invalid value {text!r:.80}: expected METRIC:max or METRIC:min, optionally with a count, "
-            "as in val/acc:max:3"
-        )
-    return Best(match["metric"], match["mode"], int(match["count"] or 1))
-
-
-def add_tag(add: Add) -> None:
-    """Define `tag`."""
-    parser = add("name an epoch and keep it; without a name, list tags and pins", tag)
-    add_epoch(parser)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the tag; an existing tag moves")
-    parser.add_argument("--delete", action="store_true", help="delete the tag (RUN NAME)")
-    add_single_writer(parser)
-
-
+@verb(
+    "name an epoch and keep it; without a name, list tags and pins",
+    run_epoch(),
+    arg("name", "name of the tag; an existing tag moves", "NAME", nargs="?"),
+    flag("--delete", "delete the tag (RUN NAME)"),
+    SINGLE_WRITER,
+)
 def tag(chosen: argparse.Namespace, output: Output) -> int:
     """List, add or delete tags."""
     if chosen.delete:
@@ -265,16 +259,13 @@ def _list(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def add_pin(add: Add) -> None:
-    """Define `pin`."""
-    parser = add("keep an epoch from retention and prune", pin)
-    add_epoch(parser)
-    text = "reason, unique in the run (default: made from the epoch)"
-    parser.add_argument("name", metavar="REASON", nargs="?", help=text)
-    parser.add_argument("--delete", action="store_true", help="delete a pin, or all pins of the epoch")
-    add_single_writer(parser)
-
-
+@verb(
+    "keep an epoch from retention and prune",
+    run_epoch(),
+    arg("name", "reason, unique in the run (default: made from the epoch)", "REASON", nargs="?"),
+    flag("--delete", "delete a pin, or all pins of the epoch"),
+    SINGLE_WRITER,
+)
 def pin(chosen: argparse.Namespace, output: Output) -> int:
     """Pin one epoch; or delete the pins of an epoch, or the pin with a name."""
     if not chosen.delete:

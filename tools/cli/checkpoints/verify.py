@@ -36,38 +36,11 @@ from torchrelay.runners.remote_runs.resolve import (
     locate_run,
     parse_selector,
 )
-from torchrelay.tools.cli.arguments import Add, add_epoch, add_single_writer
+from torchrelay.tools.cli.arguments import SINGLE_WRITER, arg, flag, run_epoch, verb
 from torchrelay.tools.cli.runs.ls import current_keys, entry_json, states_of
 
 NOT_VERIFIED = StorageError.exit_code
 NONE_LEFT = NoProvableEpochError.exit_code
-
-
-def add_verify(add: Add) -> None:
-    """Define `verify`."""
-    parser = add(
-        "verify every byte of epochs; exit code 5 if one is damaged or unreadable, 3 if none is usable",
-        verify,
-    )
-    add_epoch(parser, default="all")
-    parser.add_argument(
-        "--level",
-        choices=("headers", "full"),
-        default="full",
-        help="headers: files, sizes and headers, not every byte (default: full)",
-    )
-    parser.add_argument(
-        "--replay",
-        action="store_true",
-        help="rebuild the model by running the archived source and repeat the recorded call; exit code 1 if "
-        "the bits differ",
-    )
-    parser.add_argument(
-        "--quarantine",
-        action="store_true",
-        help="record damaged epochs in the log, so that no launch tries them",
-    )
-    add_single_writer(parser)
 
 
 def _replay(path: str, output: Output) -> int:
@@ -120,6 +93,25 @@ class EpochVerdict:
         }
 
 
+@verb(
+    "verify every byte of epochs; exit code 5 if one is damaged or unreadable, 3 if none is usable",
+    run_epoch("all"),
+    arg(
+        "--level",
+        "headers: files, sizes and headers, not every byte (default: full)",
+        choices=("headers", "full"),
+        default="full",
+    ),
+    flag(
+        "--replay",
+        (
+            "rebuild the model by running the archived source and repeat the recorded call; exit code 1 if "
+            "the bits differ"
+        ),
+    ),
+    flag("--quarantine", "record damaged epochs in the log, so that no launch tries them"),
+    SINGLE_WRITER,
+)
 def verify(chosen: argparse.Namespace, output: Output) -> int:
     """Verify one epoch or all; returns 0 if all are intact, 5 if not, 3 if no epoch can be used."""
     if chosen.replay:
@@ -223,18 +215,16 @@ _WANTED = re.compile(r"(\d+(?:\+\d+)?)(?:,branch=(\d{1,9}))?", re.ASCII)
 _STYLES = {"chosen": "proved", "not resumable": "quarantined"}
 
 
-def add_why(add: Add) -> None:
-    """Define `why`."""
-    parser = add("explain why an epoch is not used, and what the next launch resumes from", why)
-    add_epoch(parser, default="the newest, down to the one that is chosen")
-    parser.add_argument(
+@verb(
+    "explain why an epoch is not used, and what the next launch resumes from",
+    run_epoch("the newest, down to the one that is chosen"),
+    arg(
         "epoch",
-        metavar="EPOCH",
+        "same as @EPOCH, also for positions within an epoch: 7, 3+1200, 7,branch=0",
+        "EPOCH",
         nargs="?",
-        help="same as @EPOCH, also for positions within an epoch: 7, 3+1200, 7,branch=0",
-    )
-
-
+    ),
+)
 def why(chosen: argparse.Namespace, output: Output) -> int:
     """Print the explanation; returns the exit code that a launch would have, 0 if it could resume."""
     selector = parse_selector(chosen.path)

@@ -28,9 +28,9 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
-from torchrelay.tools.cli.arguments import Add, add_run
+from torchrelay.tools.cli.arguments import RUNS, arg, flag, verb
 from torchrelay.tools.cli.runs.ls import best_of, metrics_of
-from torchrelay.tools.cli.runs.run_library import add_library, find_run
+from torchrelay.tools.cli.runs.run_library import LIBRARY, find_run
 
 _COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")
 _SHOWN = 3
@@ -149,13 +149,11 @@ _STATUS = ("state", "epoch", "attempt", "updated")
 Facts = dict[str, Any]
 
 
-def add_compare(add: Add) -> None:
-    """Define `compare`."""
-    parser = add("compare runs side by side: identity, configuration, epochs, metrics, times", compare)
-    add_run(parser, many=True)
-    parser.add_argument("--only-changed", action="store_true", help="hide rows that are equal in all runs")
-
-
+@verb(
+    "compare runs side by side: identity, configuration, epochs, metrics, times",
+    RUNS,
+    flag("--only-changed", "hide rows that are equal in all runs"),
+)
 def compare(chosen: argparse.Namespace, output: Output) -> int:
     """Compare the metadata of runs; reads only the manifest of the newest epoch of each."""
     paths = each_run(chosen.path)
@@ -245,15 +243,13 @@ def _text(name: str, value: Any) -> str:
 _STYLES = {"+": "proved", "-": "damaged"}
 
 
-def add_runs_diff(add: Add) -> None:
-    """Define `runs diff`."""
-    parser = add("show how source, configuration and environment differ between two runs", diff)
-    parser.add_argument("a", metavar="A", help="run directory or run id; A#2 is its second launch")
-    parser.add_argument("b", metavar="B", help="another run, or another launch of the same run")
-    add_library(parser)
-    parser.add_argument("--stat", action="store_true", help="print only file names and line counts")
-
-
+@verb(
+    "show how source, configuration and environment differ between two runs",
+    arg("a", "run directory or run id; A#2 is its second launch", "A"),
+    arg("b", "another run, or another launch of the same run", "B"),
+    LIBRARY,
+    flag("--stat", "print only file names and line counts"),
+)
 def diff(chosen: argparse.Namespace, output: Output) -> int:
     """Print the differences of B relative to A."""
     with ExitStack() as stack:

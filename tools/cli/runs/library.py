@@ -40,11 +40,11 @@ from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.names import is_remote, parent
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
-from torchrelay.tools.cli.arguments import Add
+from torchrelay.tools.cli.arguments import arg, flag, verb
 from torchrelay.tools.cli.runs.compare import Difference, difference, difference_json, say_difference
 from torchrelay.tools.cli.runs.run_library import (
+    LIBRARY,
     LibraryLine,
-    add_library,
     find_run,
     library,
     library_line,
@@ -59,23 +59,11 @@ if TYPE_CHECKING:
 _COLUMNS = ("run", "experiment", "state", "epoch", "metric", "code", "config", "comment")
 
 
-def add_runs_ls(add: Add) -> None:
-    """Define `runs ls`."""
-    parser = add("list the runs of all experiments in a directory", ls)
-    text = "directory of the runs (default: TORCHRELAY_RUNS, else runs)"
-    parser.add_argument("path", metavar="RUNS", nargs="?", help=text)
-    parser.add_argument("--state", choices=STATES, help="only runs in this state")
-
-
-def add_runs_show(add: Add) -> None:
-    """Define `runs show`."""
-    parser = add("show the state of a run and how it differs from the previous run", show)
-    parser.add_argument("path", metavar="RUN", help="run directory, run id, or a part of the id")
-    add_library(parser)
-    parser.add_argument("--against", metavar="RUN", help="compare with this run (default: the previous one)")
-    parser.add_argument("--stat", action="store_true", help="print only file names and line counts")
-
-
+@verb(
+    "list the runs of all experiments in a directory",
+    arg("path", "directory of the runs (default: TORCHRELAY_RUNS, else runs)", "RUNS", nargs="?"),
+    arg("--state", "only runs in this state", choices=STATES),
+)
 def ls(chosen: argparse.Namespace, output: Output) -> int:
     """List the runs, by experiment and age; a damaged run is listed with its problem on stderr."""
     root = library(chosen.path)
@@ -98,6 +86,13 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+@verb(
+    "show the state of a run and how it differs from the previous run",
+    arg("path", "run directory, run id, or a part of the id", "RUN"),
+    LIBRARY,
+    arg("--against", "compare with this run (default: the previous one)", "RUN"),
+    flag("--stat", "print only file names and line counts"),
+)
 def show(chosen: argparse.Namespace, output: Output) -> int:
     """Print a run's metadata and state, then its differences from another run."""
     root, path = library(chosen.runs), find_run(chosen.path, chosen.runs).path
@@ -172,16 +167,14 @@ def _facts(line: LibraryLine) -> list[tuple[str, Any]]:
     ]
 
 
-def add_runs_code(add: Add) -> None:
-    """Define `runs code`."""
-    parser = add("extract the archived source of a run, verifying it", code)
-    parser.add_argument("path", metavar="RUN", help="run directory or run id")
-    add_library(parser)
-    parser.add_argument("-o", "--output", metavar="DIR", help="directory to create (default: list the files)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="number of the launch (default: the newest)")
-    parser.add_argument("--force", action="store_true", help="allow a directory that is not empty")
-
-
+@verb(
+    "extract the archived source of a run, verifying it",
+    arg("path", "run directory or run id", "RUN"),
+    LIBRARY,
+    arg("-o --output", "directory to create (default: list the files)", "DIR"),
+    arg("--attempt", "number of the launch (default: the newest)", "N", type=int),
+    flag("--force", "allow a directory that is not empty"),
+)
 def code(chosen: argparse.Namespace, output: Output) -> int:
     """Extract or list the source of a launch."""
     run = find_run(chosen.path, chosen.runs).path
@@ -300,20 +293,19 @@ _DEADLINE_SECS = 30.0
 _ROWS_AT_ONCE = 20_000
 
 
-def add_index(add: Add) -> None:
-    """Define `index`."""
-    parser = add("update a metadata database from run directories", index)
-    several = "local or mounted run directories, or directories that contain runs"
-    parser.add_argument("path", metavar="RUN_OR_RUNS", nargs="+", help=several)
-    parser.add_argument(
+@verb(
+    "update a metadata database from run directories",
+    arg(
+        "path", "local or mounted run directories, or directories that contain runs", "RUN_OR_RUNS", nargs="+"
+    ),
+    arg(
         "--database",
-        metavar="URL",
-        default=os.environ.get(VARIABLE),
-        help="sqlite:///runs.db or postgresql://user@host/database "
+        "sqlite:///runs.db or postgresql://user@host/database "
         f"(default: {VARIABLE}, hidden from process lists)",
-    )
-
-
+        "URL",
+        default=os.environ.get(VARIABLE),
+    ),
+)
 def index(chosen: argparse.Namespace, output: Output) -> int:
     """Store the events of each run; returns 5 if one could not be read, after storing the others."""
     if not chosen.database:

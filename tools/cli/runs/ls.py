@@ -23,7 +23,7 @@ from torchrelay.runners.monitoring.console import Output, human_number, printabl
 from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing, standing
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import locate, runs_below
-from torchrelay.tools.cli.arguments import Add, add_place
+from torchrelay.tools.cli.arguments import PLACE_OR_RUNS, verb
 
 
 def entry_json(entry: CommittedPosition) -> dict[str, Any]:
@@ -200,11 +200,7 @@ class EpochLine:
         )
 
 
-def add_ls(add: Add) -> None:
-    """Define `ls`."""
-    add_place(add("list the runs in a directory, or the epochs of a run", ls), runs=True)
-
-
+@verb("list the runs in a directory, or the epochs of a run", PLACE_OR_RUNS)
 def ls(chosen: argparse.Namespace, output: Output) -> int:
     """List runs or epochs; reads the log and the manifests, but no shards."""
     if runs := runs_below(chosen.path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torchrelay.runners.monitoring.console import human_number
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.names import for_a_look, is_remote, last_name, parent, travels
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
+from torchrelay.tools.cli.arguments import arg
 from torchrelay.tools.cli.runs.ls import best_of
 
 _DEPTH = 4
@@ -25,10 +25,7 @@ _DEPTH = 4
 _NAMED = 5
 
 
-def add_library(parser: argparse.ArgumentParser) -> None:
-    """Add `--runs DIR`, the directory in which runs are found by id."""
-    text = "directory to find run ids in (default: TORCHRELAY_RUNS, else runs)"
-    parser.add_argument("--runs", metavar="DIR", help=text)
+LIBRARY = arg("--runs", "directory to find run ids in (default: TORCHRELAY_RUNS, else runs)", "DIR")
 
 
 def library(asked: str | None) -> Path:

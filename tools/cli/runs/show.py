@@ -25,7 +25,7 @@ from torchrelay.metadata.lineage import KnownStage, find_stage, stages_of
 from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.resolve import RunLocation, find_entry, locate, locate_run, parse_selector
-from torchrelay.tools.cli.arguments import Add, add_epoch, add_run, whole_number
+from torchrelay.tools.cli.arguments import RUN, arg, run_epoch, verb, whole_number
 
 _TIMES = ("created", "updated", "time")
 _FIRST = ("time", "kind", "generation")
@@ -33,15 +33,11 @@ _INTERNAL = frozenset({"attempts", "boot_id", "pid_namespace", "pid_start"})
 """Fields for the detection of crash loops and live processes; only `--json` has them."""
 
 
-def add_show(add: Add) -> None:
-    """Define `show`."""
-    parser = add("show the metadata, state and last events of a run", show)
-    add_run(parser)
-    parser.add_argument(
-        "--events", type=whole_number(0), default=10, metavar="N", help="number of events (default: 10)"
-    )
-
-
+@verb(
+    "show the metadata, state and last events of a run",
+    RUN,
+    arg("--events", "number of events (default: 10)", "N", type=whole_number(0), default=10),
+)
 def show(chosen: argparse.Namespace, output: Output) -> int:
     """Print `run.json`, `status.json` and the last events."""
     run = locate_run(chosen.path, whole=False)
@@ -109,15 +105,11 @@ _SHOWN_BYTES = 1 << 20
 _CONFIG = "config/"
 
 
-def add_lineage(add: Add) -> None:
-    """Define `lineage`."""
-    parser = add("show the runs that a run was built on", lineage)
-    add_run(parser)
-    parser.add_argument(
-        "stage", metavar="STAGE", nargs="?", help="show one stage in detail, such as expert or expert/encoder"
-    )
-
-
+@verb(
+    "show the runs that a run was built on",
+    RUN,
+    arg("stage", "show one stage in detail, such as expert or expert/encoder", "STAGE", nargs="?"),
+)
 def lineage(chosen: argparse.Namespace, output: Output) -> int:
     """Print the tree of stages, or one stage with its configuration."""
     run = locate_run(chosen.path)
@@ -205,12 +197,10 @@ _SHOWN = 20
 Actions = list[list[NodeTimes]]
 
 
-def add_stats(add: Add) -> None:
-    """Define `stats`."""
-    parser = add("show the durations of saves and loads by node and phase", stats)
-    add_epoch(parser, default="all saves of live epochs, and all loads")
-
-
+@verb(
+    "show the durations of saves and loads by node and phase",
+    run_epoch("all saves of live epochs, and all loads"),
+)
 def stats(chosen: argparse.Namespace, output: Output) -> int:
     """Summarise the durations recorded by saves and loads."""
     selector = parse_selector(chosen.path)

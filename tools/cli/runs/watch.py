@@ -23,7 +23,7 @@ from torchrelay.runners.monitoring.text import duration, human_bytes, per_second
 from torchrelay.runners.programs.request import add_token_options, port
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
-from torchrelay.tools.cli.arguments import Add, add_run
+from torchrelay.tools.cli.arguments import RUNS, Argument, arg, flag, verb
 from torchrelay.tools.report.run_data import ReadLimits
 
 if TYPE_CHECKING:
@@ -37,16 +37,22 @@ _METRICS = 3
 _NAMED_RANKS = 8
 
 
-def add_top(add: Add) -> None:
-    """Define `top`."""
-    parser = add("monitor running jobs: progress, speed, saves and problems", top)
-    add_run(parser, many=True)
-    parser.add_argument("--once", action="store_true", help="print once and exit (default in a pipe)")
-    parser.add_argument(
-        "--interval", type=_secs, default=2.0, metavar="S", help="seconds between updates (default: 2)"
-    )
+def _secs(text: str) -> float:
+    try:
+        secs = float(text)
+    except ValueError:
+        secs = -1.0
+    if not 0.1 <= secs <= 86400:
+        raise argparse.ArgumentTypeError(f"invalid interval {text!r:.40}: expected seconds, at least 0.1")
+    return secs
 
 
+@verb(
+    "monitor running jobs: progress, speed, saves and problems",
+    RUNS,
+    flag("--once", "print once and exit (default in a pipe)"),
+    arg("--interval", "seconds between updates (default: 2)", "S", type=_secs, default=2.0),
+)
 def top(chosen: argparse.Namespace, output: Output) -> int:
     """Show the runs at the paths, including runs that appear later."""
     places = [_place(text) for text in chosen.path]
@@ -162,40 +168,24 @@ def _quiet(look: RunLook) -> str:
     return f"no recent log lines from rank {named} of {len(look.ranks)}" if quiet else ""
 
 
-def _secs(text: str) -> float:
-    try:
-        secs = float(text)
-    except ValueError:
-        secs = -1.0
-    if not 0.1 <= secs <= 86400:
-        raise argparse.ArgumentTypeError(f"invalid interval {text!r:.40}: expected seconds, at least 0.1")
-    return secs
-
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-def add_report(add: Add) -> None:
-    """Define the subcommand."""
-    parser = add("write an HTML report on runs", report)
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory or URL; several runs share the charts"
-    )
-    parser.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="file to write (default: report.html)"
-    )
-    add_limits(parser)
+def _size(text: str) -> int:
+    number, unit = (text[:-1], text[-1].lower()) if text and text[-1].lower() in "kmgt" else (text, "")
+    if not (number.isascii() and number.isdecimal()) or len(number) > 15:
+        raise argparse.ArgumentTypeError(
+            f"invalid size {text!r}: expected a number of bytes such as 500M or 2G"
+        )
+    return int(number) * _UNITS[unit]
 
 
-def add_limits(parser: argparse.ArgumentParser, most_bytes: int = ReadLimits.norm_bytes) -> None:
-    """Add the options that limit the bytes read from weights, by default `most_bytes`."""
-    parser.add_argument("--no-norms", action="store_true", help="do not read weights")
-    parser.add_argument(
-        "--max-bytes",
-        type=_size,
-        default=most_bytes,
-        metavar="N",
-        help=f"bytes of weights to read per run, such as 500M (default: {human_bytes(most_bytes)})",
+def limits(most_bytes: int = ReadLimits.norm_bytes) -> tuple[Argument, ...]:
+    """Return the options that limit the bytes read from weights, by default `most_bytes`."""
+    text = f"bytes of weights to read per run, such as 500M (default: {human_bytes(most_bytes)})"
+    return (
+        flag("--no-norms", "do not read weights"),
+        arg("--max-bytes", text, "N", type=_size, default=most_bytes),
     )
 
 
@@ -204,6 +194,12 @@ def limits_of(chosen: argparse.Namespace) -> ReadLimits:
     return ReadLimits(norm_bytes=0 if chosen.no_norms else chosen.max_bytes)
 
 
+@verb(
+    "write an HTML report on runs",
+    arg("runs", "run directory or URL; several runs share the charts", "RUN", nargs="+"),
+    arg("-o --output", "file to write (default: report.html)", "FILE", default="report.html"),
+    *limits(),
+)
 def report(chosen: argparse.Namespace, output: Output) -> int:
     """Write the report; unreadable parts of a run are listed in it and on stderr."""
     from torchrelay.tools.report.gather import gather
@@ -252,35 +248,20 @@ def _check_target(target: Path, runs: list[RunDirectory]) -> None:
             raise UsageError(f"{target} is inside the checkpoints of {run.where}; choose another file")
 
 
-def _size(text: str) -> int:
-    number, unit = (text[:-1], text[-1].lower()) if text and text[-1].lower() in "kmgt" else (text, "")
-    if not (number.isascii() and number.isdecimal()) or len(number) > 15:
-        raise argparse.ArgumentTypeError(
-            f"invalid size {text!r}: expected a number of bytes such as 500M or 2G"
-        )
-    return int(number) * _UNITS[unit]
-
-
 _PORT = 8321
 _TOKEN = "TORCHRELAY_DASHBOARD_TOKEN"  # noqa: S105 - a variable's name
 _NORM_BYTES = 64_000_000
 """Less than for a report, because a live page is rebuilt on every request."""
 
 
-def add_dashboard(add: Add) -> None:
-    """Define the subcommand."""
-    parser = add("serve live HTML reports of runs", dashboard)
-    parser.add_argument("runs", metavar="RUNS", help="directory or URL of runs, or one run")
-    parser.add_argument(
-        "--port", type=port, default=_PORT, metavar="P", help=f"port (default: {_PORT}; 0: any free port)"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    add_token_options(parser, os.environ.get(_TOKEN))
-    add_limits(parser, _NORM_BYTES)
-
-
+@verb(
+    "serve live HTML reports of runs",
+    arg("runs", "directory or URL of runs, or one run", "RUNS"),
+    arg("--port", f"port (default: {_PORT}; 0: any free port)", "P", type=port, default=_PORT),
+    arg("--host", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"),
+    lambda parser: add_token_options(parser, os.environ.get(_TOKEN)),
+    *limits(_NORM_BYTES),
+)
 def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     """Serve until SIGINT or SIGTERM, then exit immediately with code 0."""
     from torchrelay.tools.serving.serve import check_installed
