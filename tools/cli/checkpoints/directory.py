@@ -45,13 +45,17 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
         names = _asked(table.leaves if chosen.leaves else list(table.blobs), chosen.blobs)
         shown = set(names) if chosen.all else largest(sizes, names, _SHOWN)
         lines = list(table.leaf_lines(shown) if chosen.leaves else table.blob_lines(shown))
-    for notice in selected.view.notices:
-        output.notice(notice)
+    output.notices(selected.view.notices)
     if output.json:
         output.value(_epoch_json(selected, table, lines, len(names)))
         return 0
-    for line in _head(selected, table):
-        output.line(line)
+    entry, facts = selected.entry, table.facts
+    after = f"after {human_number(facts.elapsed_secs)} s  {metrics_text(facts.metrics)}"
+    where = f"{len(table.nodes)} node{'s' * (len(table.nodes) > 1)} on {', '.join(table.hosts)}"
+    states = ", ".join(_states(selected)) or "ok"
+    output.line(f"epoch {entry.position}  branch {entry.branch}  {entry.attempt_name}  {states}")
+    output.line(f"{where}  step {facts.total_steps}  {after}".rstrip())
+    output.line(f"{len(table.blobs)} blobs, {human_bytes(sum(table.sizes.values()))} on one node")
     output.table(_COLUMNS, [_blob_cells(selected, line) for line in lines])
     if len(names) > len(lines):
         left = sum(sizes.get(name, 0) for name in names if name not in shown)
@@ -68,18 +72,6 @@ def _asked(names: Sequence[str], patterns: Collection[str] | None) -> Sequence[s
         if not any(matches(name, pattern) for name in names):
             raise UsageError(f"--blobs {pattern!r} matches no blob{nearest(pattern, names)}")
     return [name for name in names if matches_any(name, patterns)]
-
-
-def _head(selected: Selected, table: EpochTable) -> list[str]:
-    entry, facts = selected.entry, table.facts
-    states = _states(selected)
-    after = f"after {human_number(facts.elapsed_secs)} s  {metrics_text(facts.metrics)}"
-    where = f"{len(table.nodes)} node{'s' * (len(table.nodes) > 1)} on {', '.join(table.hosts)}"
-    return [
-        f"epoch {entry.position}  branch {entry.branch}  {entry.attempt_name}  {', '.join(states) or 'ok'}",
-        f"{where}  step {facts.total_steps}  {after}".rstrip(),
-        f"{len(table.blobs)} blobs, {human_bytes(sum(table.sizes.values()))} on one node",
-    ]
 
 
 def _states(selected: Selected) -> list[str]:
@@ -149,8 +141,7 @@ def du(chosen: argparse.Namespace, output: Output) -> int:
     view = place.log()
     usage = usage_of(place.storage, view)
     blobs = _largest_blobs(place, view)
-    for notice in view.notices:
-        output.notice(notice)
+    output.notices(view.notices)
     if output.json:
         output.value(_json(view, usage, blobs))
         return 0
@@ -327,19 +318,16 @@ def _report(
     output: Output, left: Inventory, notes: Sequence[Finding], done: Sequence[Finding], *, delete: bool
 ) -> int:
     findings = (*left.findings, *notes)
-    bad = [one for one in findings if one.kind in ("lost base", "lost epoch")]
-    if output.json:
-        output.value({"done": [one.json() for one in done], "left": [one.json() for one in findings]})
-        return StorageError.exit_code if bad else 0
-    for one in done:
-        output.line(
-            f"{'deleted' if one.does == 'delete' else 'repaired'}  {one.kind}  {one.path}: {one.text}"
-        )
-    for one in findings:
-        word = "would be deleted" if delete and one.does == "delete" else _WORDS[one.does]
-        output.line(f"{word}  {one.kind}  {one.path}: {one.text}")
-    if not done and not findings:
-        output.line("nothing to repair; `torchrelay ckpt verify` checks the contents of the epochs")
+    words = ["deleted" if one.does == "delete" else "repaired" for one in done]
+    words += ["would be deleted" if delete and one.does == "delete" else _WORDS[one.does] for one in findings]
+    lines = [
+        f"{word}  {one.kind}  {one.path}: {one.text}"
+        for word, one in zip(words, (*done, *findings), strict=True)
+    ]
+    if not lines:
+        lines = ["nothing to repair; `torchrelay ckpt verify` checks the contents of the epochs"]
     elif any(one.does == "delete" for one in findings) and not delete:
-        output.line("--delete-orphans deletes the orphans")
-    return StorageError.exit_code if bad else 0
+        lines.append("--delete-orphans deletes the orphans")
+    output.result({"done": [one.json() for one in done], "left": [one.json() for one in findings]}, lines)
+    lost = any(one.kind in ("lost base", "lost epoch") for one in findings)
+    return StorageError.exit_code if lost else 0

@@ -23,35 +23,14 @@ from torchrelay.checkpoint.inspect.anomalies import (
 from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
 from torchrelay.checkpoint.load.info import glance_or_notes
 from torchrelay.errors import DamagedError, UsageError
-from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number
-from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate_run, parse_selector, select
+from torchrelay.runners.remote_runs.resolve import Selected, locate_run, parse_selector, select
 from torchrelay.tools.cli.arguments import BLOBS, arg, either, flag, run_epoch, verb
 
 
-@dataclass(frozen=True)
-class Resume:
-    """The newest usable epoch before the bad one (None if there is none), and the run's command."""
-
-    entry: CommittedPosition | None
-    command: str
-
-    def line(self) -> str:
-        """Describe how to resume, as one line."""
-        if self.entry is None:
-            return "no earlier epoch can be resumed from; start over with resume='never' (--resume never)"
-        number = self.entry.position.epoch
-        return (
-            f"to resume from epoch {number}: {self.command} --resume-from-epoch {number}, "
-            f"or train(resume_from_epoch={number})"
-        )
-
-    def json(self) -> dict[str, Any] | None:
-        """Return the JSON form, None without an epoch."""
-        if self.entry is None:
-            return None
-        number = self.entry.position.epoch
-        return {"epoch": number, "arguments": ["--resume-from-epoch", str(number)]}
+Resume = tuple[int, str] | None
+"""The newest usable epoch before the bad one, and a line on how to resume from it."""
+_NO_RESUME = "no earlier epoch can be resumed from; start over with resume='never' (--resume never)"
 
 
 def resume_before(selected: Selected, earlier: Sequence[CommittedPosition]) -> Resume:
@@ -62,7 +41,19 @@ def resume_before(selected: Selected, earlier: Sequence[CommittedPosition]) -> R
     words = (run.known_identity() if run else {}).get("command")
     known = isinstance(words, list) and words and all(isinstance(one, str) for one in words)
     command = shlex.join(words) if known and words else "the run's command with"
-    return Resume(able[-1] if able else None, command)
+    if not able:
+        return None
+    number = able[-1].position.epoch
+    return number, (
+        f"to resume from epoch {number}: {command} --resume-from-epoch {number}, "
+        f"or train(resume_from_epoch={number})"
+    )
+
+
+def _resume_json(resume: Resume) -> dict[str, Any] | None:
+    if resume is None:
+        return None
+    return {"epoch": resume[0], "arguments": ["--resume-from-epoch", str(resume[0])]}
 
 
 FOUND = 1
@@ -83,7 +74,11 @@ def find_jump(chosen: argparse.Namespace, output: Output) -> int:
     series = list(_series(lines, chosen.metric, upto))
     jump = first_jump([value for _, value in series], chosen.jump or FACTOR)
     if jump is None:
-        return _no_jump(output, chosen, len(series))
+        output.result(
+            {"found": False, "metric": chosen.metric, "epochs": len(series)},
+            f"{chosen.metric} has no jump in {len(series)} epochs (--jump {chosen.jump or FACTOR:g})",
+        )
+        return 0
     earlier = [one for one in selected.view.line(selected.entry.branch) if one.position.boundary]
     earlier = [one for one in earlier if one.position.epoch < series[jump.at][0]]
     resume = resume_before(selected, earlier)
@@ -91,7 +86,7 @@ def find_jump(chosen: argparse.Namespace, output: Output) -> int:
         output.value(_jump_json(chosen.metric, series, jump, resume))
     else:
         output.line(_jump_line(chosen.metric, series, jump), "damaged")
-        output.line(resume.line())
+        output.line(resume[1] if resume else _NO_RESUME)
     return FOUND
 
 
@@ -123,14 +118,6 @@ def _metrics(line: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _no_jump(output: Output, chosen: argparse.Namespace, count: int) -> int:
-    if output.json:
-        output.value({"found": False, "metric": chosen.metric, "epochs": count})
-    else:
-        output.line(f"{chosen.metric} has no jump in {count} epochs (--jump {chosen.jump or FACTOR:g})")
-    return 0
-
-
 def _jump_line(name: str, series: Sequence[tuple[int, float]], jump: Jump) -> str:
     epoch, value = series[jump.at]
     if jump.change is None or jump.usual is None or jump.spread is None:
@@ -154,7 +141,7 @@ def _jump_json(name: str, series: Sequence[tuple[int, float]], jump: Jump, resum
         "usual_change": jump.usual,
         "spread": jump.spread,
         "epochs": len(series),
-        "resume": resume.json(),
+        "resume": _resume_json(resume),
     }
 
 
@@ -193,10 +180,6 @@ def find_bad(chosen: argparse.Namespace, output: Output) -> int:
         return find_jump(chosen, output)
     if chosen.jump is not None:
         raise UsageError("--jump needs --metric NAME")
-    return _find_nan(chosen, output)
-
-
-def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
     selected = select(chosen.path)
     entries = _whole_epochs(selected, output)
     search = BadElementSearch(tuple(chosen.blobs or ()), nan_only=chosen.nan_only)
@@ -206,7 +189,10 @@ def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
     def is_bad(number: int) -> bool:
         entry = entries[number]
         output.progress(f"reading epoch {entry.position}, {search.loads + 1} of {len(entries)}")
-        seen[number] = _look(search, selected.place, entry)
+        try:
+            seen[number] = search.bad_leaves(open_epoch(selected.place.storage, entry))
+        except DamagedError as error:
+            raise DamagedError(f"cannot read epoch {entry.position}: {error}") from error
         output.progress("")
         return bool(seen[number])
 
@@ -236,20 +222,13 @@ def _whole_epochs(selected: Selected, output: Output) -> Sequence[CommittedPosit
     return [one for one in line if one.healthy] or [selected.entry]
 
 
-def _look(search: BadElementSearch, place: RunLocation, entry: CommittedPosition) -> list[BadLeaf]:
-    try:
-        return search.bad_leaves(open_epoch(place.storage, entry))
-    except DamagedError as error:
-        raise DamagedError(f"cannot read epoch {entry.position}: {error}") from error
-
-
 def _say_nan(
     output: Output,
     chosen: argparse.Namespace,
     entries: Sequence[CommittedPosition],
     at: int | None,
     bad: Sequence[BadLeaf],
-    resume: Resume | None,
+    resume: Resume,
     loads: int,
 ) -> None:
     what = "NaN" if chosen.nan_only else "NaN or Inf"
@@ -263,25 +242,24 @@ def _say_nan(
     output.line(
         f"epoch {entries[at].position} is the first with {what} ({read}{before}{presumed})", "damaged"
     )
-    rows = [(one.name, one.dtype, str(one.nan), str(one.inf), _index(one.index)) for one in bad[:_SHOWN]]
+    rows = [
+        (one.name, one.dtype, str(one.nan), str(one.inf), f"[{','.join(map(str, one.index))}]")
+        for one in bad[:_SHOWN]
+    ]
     output.table(("leaf", "type", "NaN", "Inf", "first at"), rows)
     if len(bad) > _SHOWN:
         output.line(f"... and {len(bad) - _SHOWN} more leaves; --json has all")
     if at == 0:
         output.line("it is the oldest epoch kept; exclude intended values with --nan-only or --only")
-    elif resume is not None:
-        output.line(resume.line())
-
-
-def _index(index: Sequence[int]) -> str:
-    return f"[{','.join(map(str, index))}]"
+    else:
+        output.line(resume[1] if resume else _NO_RESUME)
 
 
 def _nan_json(
     entries: Sequence[CommittedPosition],
     at: int | None,
     bad: Sequence[BadLeaf],
-    resume: Resume | None,
+    resume: Resume,
     seen: Sequence[int],
 ) -> dict[str, Any]:
     return {
@@ -302,5 +280,5 @@ def _nan_json(
             }
             for one in bad
         ],
-        "resume": None if resume is None else resume.json(),
+        "resume": _resume_json(resume),
     }

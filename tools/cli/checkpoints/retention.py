@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchrelay.checkpoint.coordinator.retention import Loss, Pruned, plan_pruning, prune
+from torchrelay.checkpoint.coordinator.retention import Loss, plan_pruning, prune
 from torchrelay.checkpoint.format.position import Key, TagOrPin
 from torchrelay.checkpoint.log.chain import RecordDraft
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
@@ -48,12 +48,11 @@ def add_mark(
     name = name_of(key)
     before = next((mark for mark in marks_of(selected.view, kind) if mark.name == name), None)
     moved = before if before is not None and before.target != key else None
-    if output.json:
-        found = {**mark_json(TagOrPin(kind, name, key)), "moved_from": mark_json(moved) if moved else None}
-        output.value(found)
-    else:
-        was = f" (it was epoch {moved.target.position})" if moved else ""
-        output.line(f"epoch {key.position} {_DONE[kind]} {name}{was}")
+    was = f" (it was epoch {moved.target.position})" if moved else ""
+    output.result(
+        {**mark_json(TagOrPin(kind, name, key)), "moved_from": mark_json(moved) if moved else None},
+        f"epoch {key.position} {_DONE[kind]} {name}{was}",
+    )
 
 
 def _marked(kind: str, text: str, name_of: Callable[[Key], str], single_writer: SingleWriter) -> Selected:
@@ -152,24 +151,24 @@ def run_prune(chosen: argparse.Namespace, output: Output) -> int:
             raise type(error)(
                 f"{error}. A running job deletes epochs itself: JobRunner(keep_last=...)"
             ) from None
-    for said in (*pruned.before.notices, *pruned.doubts):
-        output.notice(said)
+    notices = [*pruned.before.notices, *pruned.doubts]
+    output.notices(notices)
     if output.json:
-        output.value(_json(pruned, dry_run=chosen.dry_run))
-    else:
-        _say(output, pruned, dry_run=chosen.dry_run)
-    return 0
-
-
-def _say(output: Output, pruned: Pruned, *, dry_run: bool) -> None:
+        kept = [
+            {**vars(one.position), "branch": one.branch, "resumable": one.resumable}
+            for one in pruned.after.entries
+        ]
+        gone = [_loss_json(loss) for loss in pruned.losses]
+        found = {"dry_run": chosen.dry_run, "bytes": pruned.nbytes, "gone": gone, "kept": kept}
+        output.value({**found, "notices": notices})
+        return 0
     if pruned.losses:
         output.table(_COLUMNS, [_cells(loss) for loss in pruned.losses], spare=("directory",))
-    kept = [entry.position.epoch for entry in pruned.after.line() if entry.position.boundary]
-    output.line(f"kept: {ranges(kept) or 'none'}")
-    if not pruned.losses:
-        output.line("nothing to delete")
-    else:
-        output.line(f"{human_bytes(pruned.nbytes)} {'would be freed (dry run)' if dry_run else 'freed'}")
+    whole = [entry.position.epoch for entry in pruned.after.line() if entry.position.boundary]
+    output.line(f"kept: {ranges(whole) or 'none'}")
+    freed = f"{human_bytes(pruned.nbytes)} {'would be freed (dry run)' if chosen.dry_run else 'freed'}"
+    output.line(freed if pruned.losses else "nothing to delete")
+    return 0
 
 
 def _cells(loss: Loss) -> tuple[str, ...]:
@@ -182,19 +181,6 @@ def _cells(loss: Loss) -> tuple[str, ...]:
         human_bytes(loss.nbytes),
         loss.retirement.attempt_name,
     )
-
-
-def _json(pruned: Pruned, *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "dry_run": dry_run,
-        "bytes": pruned.nbytes,
-        "gone": [_loss_json(loss) for loss in pruned.losses],
-        "kept": [
-            {**vars(one.position), "branch": one.branch, "resumable": one.resumable}
-            for one in pruned.after.entries
-        ],
-        "notices": [*pruned.before.notices, *pruned.doubts],
-    }
 
 
 def _loss_json(loss: Loss) -> dict[str, Any]:
@@ -236,10 +222,7 @@ def _delete(chosen: argparse.Namespace, output: Output) -> int:
         known = ", ".join(mark.name for mark in marks_of(view, "tag")) or "none"
         raise UnknownEpochError(f"{place.where} has no tag {chosen.name!r:.80}; known are: {known}")
     put(place.storage, tag_draft(chosen.name, None))
-    if output.json:
-        output.value({"deleted": [chosen.name]})
-    else:
-        output.line(f"tag {chosen.name} is deleted")
+    output.result({"deleted": [chosen.name]}, f"tag {chosen.name} is deleted")
     return 0
 
 
@@ -247,8 +230,7 @@ def _list(chosen: argparse.Namespace, output: Output) -> int:
     place = without_epoch(chosen.path, "tag without a name lists all tags")
     view = place.log()
     marks = [*marks_of(view, "tag"), *marks_of(view, "pin")]
-    for notice in view.notices:
-        output.notice(notice)
+    output.notices(view.notices)
     if output.json:
         output.value({"marks": list(map(mark_json, marks)), "notices": list(view.notices)})
     elif marks:
@@ -281,11 +263,8 @@ def pin(chosen: argparse.Namespace, output: Output) -> int:
     place = locate(parse_selector(chosen.path).path, single_writer=chosen.single_writer)
     for mark in found:
         put(place.storage, unpin_draft(mark.name))
-    if output.json:
-        output.value({"unpinned": [mark.name for mark in found]})
-        return 0
-    for mark in found:
-        output.line(f"epoch {mark.target.position} is no longer pinned as {mark.name}")
+    gone = (f"epoch {mark.target.position} is no longer pinned as {mark.name}" for mark in found)
+    output.result({"unpinned": [mark.name for mark in found]}, gone)
     return 0
 
 

@@ -54,13 +54,10 @@ def _replay(path: str, output: Output) -> int:
         wish = find_entry(place, place.log(), selector.wish).position.epoch
     output.notice(f"running the archived source of {run}")
     found = replay(run, wish)
-    if output.json:
-        output.value({"same": all(one.same for one in found), "calls": [one.json() for one in found]})
-    else:
-        for one in found:
-            for line in one.lines():
-                output.line(line)
-    return 0 if all(one.same for one in found) else NOT_SAME
+    same = all(one.same for one in found)
+    lines = (line for one in found for line in one.lines())
+    output.result({"same": same, "calls": [one.json() for one in found]}, lines)
+    return 0 if same else NOT_SAME
 
 
 @dataclass(frozen=True)
@@ -119,13 +116,28 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
     selector = parse_selector(chosen.path)
     place, whole = locate(selector.path, single_writer=chosen.single_writer), selector.wish is None
     view = place.log()
-    for notice in view.notices:
-        output.notice(notice)
+    output.notices(view.notices)
     entries = view.entries if selector.wish is None else (find_entry(place, view, selector.wish),)
     verdicts = list(_verdicts(place, view, entries, chosen.level, output))
     retired = [one.attempt_name for one in view.retiring if one.groups is None] if whole else []
     quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
-    _say(output, view, verdicts, retired, quarantined)
+    verified = sum(one.result.verified for one in verdicts)
+    if output.json:
+        output.value(
+            {
+                "proved": verified == len(verdicts),
+                "epochs": [one.json() for one in verdicts],
+                "retired": retired,
+                "quarantined": quarantined,
+                "notices": list(view.notices),
+            }
+        )
+    else:
+        for name in retired:
+            output.line(f"{name}  retired  (not deleted completely yet)", "retired")
+        damaged = ", the log is damaged" if not view.certain else ", torchrelay ckpt repair fixes the rest"
+        epochs = f"{verified} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} verified"
+        output.line(f"{epochs}{damaged if view.notices else ''}")
     return _code(view, [one.result for one in verdicts], whole=whole)
 
 
@@ -176,32 +188,6 @@ def _quarantine(
     return done
 
 
-def _say(
-    output: Output,
-    view: LogView,
-    verdicts: Sequence[EpochVerdict],
-    retired: Sequence[str],
-    quarantined: Sequence[str],
-) -> None:
-    proved = sum(one.result.verified for one in verdicts)
-    if output.json:
-        output.value(
-            {
-                "proved": proved == len(verdicts),
-                "epochs": [one.json() for one in verdicts],
-                "retired": list(retired),
-                "quarantined": list(quarantined),
-                "notices": list(view.notices),
-            }
-        )
-        return
-    for name in retired:
-        output.line(f"{name}  retired  (not deleted completely yet)", "retired")
-    damaged = ", the log is damaged" if not view.certain else ", torchrelay ckpt repair fixes the rest"
-    damaged = damaged if view.notices else ""
-    output.line(f"{proved} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} verified{damaged}")
-
-
 def _code(view: LogView, results: Sequence[Verification], *, whole: bool) -> int:
     if all(result.verified for result in results) and not view.notices:
         return 0
@@ -241,12 +227,19 @@ def why(chosen: argparse.Namespace, output: Output) -> int:
         entries = list(newest_and_chosen(view, start))
         accounts = [explain(view, history, start, one.position, one.branch) for one in entries]
     failures = {account.position: list(_failures(place, account.position)) for account in accounts}
-    for notice in view.notices:
-        output.notice(notice)
+    output.notices(view.notices)
     if output.json:
         output.value(_json(view, history, start, accounts, failures))
-    else:
-        _say_why(output, start, accounts, failures)
+        return start.exit_code
+    for account in accounts:
+        where = "" if account.branch is None else f" (branch {account.branch})"
+        reason = account.reason.removeprefix(f"{account.standing} ")  # "abandoned by a rewind"
+        line = f"epoch {account.position}{where}  {account.standing}: {reason}"
+        output.line(line, _STYLES.get(account.standing, account.standing))
+        history_lines = (f"slot {one.slot}, {one.when}: {one.text}" for one in account.happened)
+        for text in chain(history_lines, failures[account.position]):
+            output.line(f"  {text}")
+    output.line(start.sentence)
     return start.exit_code
 
 
@@ -302,17 +295,3 @@ def _json(
         "history_from_slot": history.begins,
         "notices": list(view.notices),
     }
-
-
-def _say_why(
-    output: Output, start: ResumePreview, accounts: list[Account], failures: dict[Position, list[str]]
-) -> None:
-    for account in accounts:
-        where = "" if account.branch is None else f" (branch {account.branch})"
-        reason = account.reason.removeprefix(f"{account.standing} ")  # "abandoned by a rewind"
-        line = f"epoch {account.position}{where}  {account.standing}: {reason}"
-        output.line(line, _STYLES.get(account.standing, account.standing))
-        history_lines = (f"slot {one.slot}, {one.when}: {one.text}" for one in account.happened)
-        for text in chain(history_lines, failures[account.position]):
-            output.line(f"  {text}")
-    output.line(start.sentence)

@@ -29,8 +29,7 @@ from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
 from torchrelay.tools.cli.arguments import RUNS, arg, flag, verb
-from torchrelay.tools.cli.runs.ls import best_of, metrics_of
-from torchrelay.tools.cli.runs.run_library import LIBRARY, find_run
+from torchrelay.tools.cli.runs.ls import LIBRARY, best_of, find_run, metrics_of
 
 _COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")
 _SHOWN = 3
@@ -179,19 +178,12 @@ def _facts(place: RunLocation) -> Facts:
     identity, status = run.known_identity(), run.known_status()
     facts = {name: identity[name] for name in _IDENTITY if name in identity}
     facts |= {name: status[name] for name in _STATUS if name in status}
-    facts |= _epochs(place)
-    facts |= _metrics(run.metrics(), place.best)
-    return {**facts, **_config(run)}
-
-
-def _epochs(place: RunLocation) -> Facts:
     line = place.log().line()
     whole = [entry.position.epoch for entry in line if entry.position.boundary]
-    return {
-        "epochs kept": len(whole),
-        "newest epoch": whole[-1] if whole else None,
-        **_durations(place, line),
-    }
+    facts |= {"epochs kept": len(whole), "newest epoch": whole[-1] if whole else None}
+    facts |= _durations(place, line)
+    facts |= _metrics(run.metrics(), place.best)
+    return {**facts, **_config(run)}
 
 
 def _durations(place: RunLocation, line: Sequence[CommittedPosition]) -> Facts:

@@ -42,7 +42,7 @@ from torchrelay.runners.remote_runs.names import is_remote, parent
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
 from torchrelay.tools.cli.arguments import arg, flag, verb
 from torchrelay.tools.cli.runs.compare import Difference, difference, difference_json, say_difference
-from torchrelay.tools.cli.runs.run_library import (
+from torchrelay.tools.cli.runs.ls import (
     LIBRARY,
     LibraryLine,
     find_run,

@@ -1,29 +1,35 @@
-"""`torchrelay ls`: list the epochs of a run or the runs in a directory; shared output helpers."""
+"""`torchrelay ls`: list the epochs of a run or the runs in a directory; runs by path or id.
+
+The library is a directory with runs of all experiments below it, in which runs are found by their id.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.position import CommittedPosition, Key
-from torchrelay.checkpoint.load.info import Glance, glance_or_notes
+from torchrelay.checkpoint.load.info import glance_or_notes
 from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.checkpoint.log.tiered_storage import Notes, read_notes
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.errors import RelayError
+from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.runtime import undisturbed
+from torchrelay.metadata.experiments import ProgramRecord, newest_test, read_note
 from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number, printable, time_text
-from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing, standing
+from torchrelay.runners.monitoring.status import NOT_BEGUN, standing
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.runners.remote_runs.resolve import locate, runs_below
-from torchrelay.tools.cli.arguments import PLACE_OR_RUNS, verb
+from torchrelay.runners.remote_runs.names import for_a_look, is_remote, last_name, parent, travels
+from torchrelay.runners.remote_runs.resolve import existing_directory, locate, locate_run, runs_below
+from torchrelay.tools.cli.arguments import PLACE_OR_RUNS, arg, verb
 
 
 def entry_json(entry: CommittedPosition) -> dict[str, Any]:
@@ -79,6 +85,21 @@ def best_of(lines: Sequence[Mapping[str, Any]], best: tuple[str, str]) -> tuple[
     return sign * value, epoch
 
 
+def best_text(line: RunLine | LibraryLine) -> str:
+    """Format the best value of a run: `val/acc=0.9 (epoch 3)`; empty if it has none."""
+    if line.best is None:
+        return ""
+    return f"{line.metric}={human_number(line.best)} (epoch {line.best_epoch})"
+
+
+def _best(path: Path, run: RunDirectory) -> tuple[str | None, float | None, int | None]:
+    """Return the metric by which a run selects its best epoch, its best value, and that epoch."""
+    rule = best_of_run(path)
+    if rule is None:
+        return None, None, None
+    return rule[0], *(best_of(run.metrics(), rule) or (None, None))
+
+
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(value.lower())
@@ -106,15 +127,12 @@ class RunLine:
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of the table."""
-        best = "-"
-        if self.best is not None:
-            best = f"{self.metric}={human_number(self.best)} (epoch {self.best_epoch})"
         return (
             self.run,
             self.job or "?",
             "unreadable" if self.problem else self.why if self.stands == "silent" else self.stands,
             "-" if self.epoch is None else str(self.epoch),
-            best,
+            best_text(self) or "-",
             "-" if self.updated is None else time_text(self.updated),
         )
 
@@ -135,19 +153,14 @@ def list_runs(paths: Sequence[Path], output: Output) -> int:
 def _run_line(path: Path) -> RunLine:
     run = RunDirectory(path)
     try:
-        identity, status, rule = run.identity() or {}, run.status(), best_of_run(path)
-        updated, state, lines, stands = (
-            status.get("updated"),
-            status.get("state"),
-            run.metrics(),
-            standing(path),
-        )
+        identity, status, best = run.identity() or {}, run.status(), _best(path, run)
+        updated, state = status.get("updated"), status.get("state")
+        lines, stands = run.metrics(), standing(path)
+        epoch = status.get("committed")  # final status of an ended run, else the notes beside its epochs
+        if type(epoch) is not int:
+            epoch = next((line["epoch"] for line in reversed(lines) if line.get("saved") is True), None)
     except RelayError as error:
         return RunLine(run.name, problem=str(error))
-    epoch = status.get("committed")  # final status of an ended run, else the notes beside its epochs
-    if type(epoch) is not int:
-        epoch = next((line["epoch"] for line in reversed(lines) if line.get("saved") is True), None)
-    best, best_epoch = (None if rule is None else best_of(lines, rule)) or (None, None)
     return RunLine(
         run.name,
         identity.get("job"),
@@ -155,11 +168,175 @@ def _run_line(path: Path) -> RunLine:
         stands.word,
         stands.why,
         epoch,
-        None if rule is None else rule[0],
-        best,
-        best_epoch,
+        *best,
         updated if type(updated) in (int, float) else None,
     )
+
+
+_DEPTH = 4
+"""`runs/<name>/<runner>/<id>` is the deepest layout that torchrelay creates."""
+_NAMED = 5
+
+
+LIBRARY = arg("--runs", "directory to find run ids in (default: TORCHRELAY_RUNS, else runs)", "DIR")
+
+
+def library(asked: str | None) -> Path:
+    """Return the directory of the library: as given, else `TORCHRELAY_RUNS`, else `runs`.
+
+    For a URL it is a local mirror with the current metadata of the runs.
+    """
+    text = asked or os.environ.get("TORCHRELAY_RUNS") or "runs"
+    return _stored_library(text) if is_remote(text) else Path(text)
+
+
+def _stored_library(url: str) -> Path:
+    from torchrelay.runners.remote_runs.local_copies import mirror_of
+
+    mirror = mirror_of(url)
+    names = [""] if mirror.is_run() else mirror.names(_DEPTH)
+    mirror.root.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        mirror.run(name, for_a_look)
+    return mirror.root
+
+
+def runs_in(root: Path) -> list[Path]:
+    """List the run directories below `root`, or itself; skips hidden directories and runs within runs."""
+    return sorted(_runs(existing_directory(str(root)), _DEPTH))
+
+
+def find_run(text: str, asked: str | None = None) -> RunDirectory:
+    """Find a run by path, id or unique part of its id; raises UsageError."""
+    if is_remote(text):
+        return _stored_run(text)
+    if Path(text).exists():
+        return locate_run(text)
+    root = library(asked)
+    there = runs_in(root) if root.is_dir() else []
+    found = [one for one in there if one.name == text] or [one for one in there if text and text in one.name]
+    if len(found) == 1:
+        from torchrelay.runners.remote_runs.local_copies import mirrored_run
+
+        return mirrored_run(found[0], travels)  # all metadata of a remote run
+    if not found and "/" not in text and there:
+        newest = ", ".join(one.name for one in there[-_NAMED:])
+        raise UsageError(
+            f"no run {text}, and no run in {shown(root)} has that in its id; the newest are {newest}"
+        )
+    if not found:
+        return locate_run(text)  # reports the problem with the path
+    named = ", ".join(shown(one) for one in found[:_NAMED])
+    raise UsageError(
+        f"{len(found)} runs in {shown(root)} have {text!r} in their ids, such as {named}; give more of the id"
+    )
+
+
+def _stored_run(url: str) -> RunDirectory:
+    """Mirror a remote run beside the others of its directory, so that it can be compared with them."""
+    from torchrelay.runners.remote_runs.local_copies import mirror_of
+
+    locate_run(url, whole=False)  # reports the problem with it
+    name, above = last_name(url.rstrip("/")), parent(url.rstrip("/"))
+    return mirror_of(url).run() if above is None else mirror_of(above).run(name)
+
+
+def shown(path: Path) -> str:
+    """Return the path as shown to users: the URL if the directory mirrors one."""
+    from torchrelay.runners.remote_runs.local_copies import shown_place
+
+    return shown_place(path)
+
+
+def _runs(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "run.json").is_file():
+        yield folder
+        return
+    try:
+        inside = [one for one in folder.iterdir() if not one.name.startswith(".") and one.is_dir()]
+    except PermissionError:
+        return
+    for one in inside if depth else ():
+        yield from _runs(one, depth - 1)
+
+
+@dataclass(frozen=True)
+class LibraryLine:
+    """One run, an object of `runs ls --json`; `problem` is why its metadata cannot be read."""
+
+    id: str
+    path: Path
+    experiment: str
+    state: str = "unreadable"
+    why: str = ""
+    epoch: int | None = None
+    metric: str | None = None
+    best: float | None = None
+    best_epoch: int | None = None
+    test: Mapping[str, Any] | None = None
+    message: str = ""
+    code_id: str | None = None
+    config_id: str | None = None
+    amended: tuple[str | None, ...] = ()
+    created: float | None = None
+    problem: str | None = None
+
+    @property
+    def key_metric(self) -> str:
+        """The best value of the run's metric, else the newest test results."""
+        if self.best is not None:
+            return best_text(self)
+        found = self.test or {}
+        values = [
+            f"{name}={human_number(value) if isinstance(value, float) else value}"
+            for name, value in sorted(found.items())
+            if name != "epoch"
+        ]
+        return f"test {', '.join(values[:2])} (epoch {found.get('epoch')})" if values else "-"
+
+    def json(self) -> dict[str, Any]:
+        """Return the object of `runs ls --json`; a mirrored path is its URL."""
+        return {**vars(self), "path": shown(self.path)}
+
+
+def library_line(path: Path, root: Path) -> LibraryLine:
+    """Read the metadata of a run; damage is reported in `problem`, not raised."""
+    experiment = path.parent.relative_to(root).as_posix().removeprefix(".") if root in path.parents else ""
+    try:
+        run, note, stands = RunDirectory(path), read_note(path), standing(path)
+        best, (code_id, config_id), problems = _best(path, run), _ids(path, note), list[str]()
+        created = run.known_identity(problems.append).get("created")
+        return LibraryLine(
+            path.name,
+            path,
+            experiment,
+            stands.word,
+            stands.why,
+            stands.epoch,
+            *best,
+            newest_test(path),
+            "" if note is None else note.message,
+            code_id,
+            config_id,
+            () if note is None else tuple(one.get("code_id") for one in note.amended),
+            created if type(created) in (int, float) else None,
+            problems[0] if problems else None,
+        )
+    except RelayError as error:
+        return LibraryLine(path.name, path, experiment, problem=str(error))
+
+
+def _ids(path: Path, note: ProgramRecord | None) -> tuple[str | None, str | None]:
+    """Return the ids of code and configuration, from the newest launch if the run has none noted."""
+    if note is not None:
+        return note.code_id, note.config_id
+    from torchrelay.metadata.code.capture import captures, code_id_of  # few runs need it
+
+    starts = captures(path)
+    if not starts:
+        return None, None
+    config_id = starts[-1].get("config_id")
+    return code_id_of(starts[-1]), config_id if isinstance(config_id, str) else None
 
 
 _COLUMNS = ("epoch", "branch", "ranks", "bytes", "state", "metrics", "directory")
@@ -208,12 +385,23 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     place = locate(chosen.path)
     with undisturbed():
         view = place.log()
-        lines = _lines(place.storage, view)
-    for notice in view.notices:
-        output.notice(notice)
+        current, notes = current_keys(view), read_notes(place.storage)
+        entries = (*view.abandoned(), *view.line())  # the current branch last
+        lines = [_line(place.storage, view, entry, current, notes) for entry in entries]
+    output.notices(view.notices)
     stands = None if place.run is None else standing(place.run.path)
     if output.json:
-        output.value(_json(view, lines, stands))
+        output.value(
+            {
+                "stands": None if stands is None else stands.word,
+                "why": "" if stands is None else stands.why,
+                "job": view.job_name,
+                "uuid": view.job_uuid,
+                "branch": view.current.id,
+                "epochs": [line.json() for line in lines],
+                "notices": list(view.notices),
+            }
+        )
     elif lines:
         output.table(_COLUMNS, [line.cells() for line in lines], spare=("directory", "ranks"))
     else:
@@ -223,17 +411,13 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _lines(storage: Storage, view: LogView) -> list[EpochLine]:
-    """Yield abandoned epochs, then the current branch, the newest last."""
-    current = current_keys(view)
-    notes = read_notes(storage)
-    return [_line(storage, view, entry, current, notes) for entry in (*view.abandoned(), *view.line())]
-
-
 def _line(
     storage: Storage, view: LogView, entry: CommittedPosition, current: Collection[Key], notes: Notes | None
 ) -> EpochLine:
-    seen = _seen(storage, entry)
+    try:
+        seen = glance_or_notes(storage, entry)
+    except OSError:  # `verify` reports the damage
+        seen = None
     states = states_of(entry, current)
     if notes is not None:
         states.append("replicated" if entry.attempt_name in notes.replicated else "local")
@@ -247,22 +431,3 @@ def _line(
         None if seen is None else seen.own_bytes,
         {} if seen is None else seen.metrics,
     )
-
-
-def _seen(storage: Storage, entry: CommittedPosition) -> Glance | None:
-    try:
-        return glance_or_notes(storage, entry)
-    except OSError:  # `verify` reports the damage
-        return None
-
-
-def _json(view: LogView, lines: list[EpochLine], stands: Standing | None) -> dict[str, Any]:
-    return {
-        "stands": None if stands is None else stands.word,
-        "why": "" if stands is None else stands.why,
-        "job": view.job_name,
-        "uuid": view.job_uuid,
-        "branch": view.current.id,
-        "epochs": [line.json() for line in lines],
-        "notices": list(view.notices),
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,18 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
     identity, status = run.known_identity(output.notice), run.known_status(output.notice)
     events = list(deque(run.events(), maxlen=chosen.events)) if chosen.events else []
     stands, params = standing(run.path), _params(run.path)
-    if output.json:
-        output.value(
-            {
-                "run": identity, "stands": stands.word, "why": stands.why, "status": status,
-                "params": params, "events": events,
-            }
-        )  # fmt: skip
-        return 0
-    _show_fields(output, "run", identity)
-    if params:
-        _show_fields(output, "params", params)
     shown = {name: value for name, value in status.items() if name not in _INTERNAL}
     if isinstance(tail := shown.pop("tail", None), dict) and tail:
         shown["finalization"] = f"{_text('done', tail.get('done'))} done after epoch {tail.get('epoch')}"
-    _show_fields(output, "status", {"summary": str(stands), **shown} if shown else {})
-    output.line(f"events ({len(events)})")
-    for event in events:
-        output.line(f"  {_event(event)}")
+    lines = [
+        *_field_lines("run", identity),
+        *(_field_lines("params", params) if params else ()),
+        *_field_lines("status", {"summary": str(stands), **shown} if shown else {}),
+        f"events ({len(events)})",
+        *(f"  {_event(event)}" for event in events),
+    ]
+    found = {"run": identity, "stands": stands.word, "why": stands.why, "status": status, "params": params}
+    output.result({**found, "events": events}, lines)
     return 0
 
 
@@ -76,11 +71,10 @@ def _params(run: Path) -> dict[str, Any] | None:
     return found[-1] if found and isinstance(found[-1], dict) else None
 
 
-def _show_fields(output: Output, title: str, fields: Mapping[str, Any]) -> None:
-    output.line(title if fields else f"{title} (unknown)")
+def _field_lines(title: str, fields: Mapping[str, Any]) -> list[str]:
     width = max(map(len, fields), default=0)
-    for name, value in fields.items():
-        output.line(f"  {name.ljust(width)}  {_text(name, value)}")
+    found = [f"  {name.ljust(width)}  {_text(name, value)}" for name, value in fields.items()]
+    return [title if fields else f"{title} (unknown)", *found]
 
 
 def _event(event: Mapping[str, Any]) -> str:
@@ -115,24 +109,18 @@ def lineage(chosen: argparse.Namespace, output: Output) -> int:
     run = locate_run(chosen.path)
     if chosen.stage is not None:
         stage = find_stage(run.path, chosen.stage)
-        if output.json:
-            output.value({**_json(stage), "config": dict(_texts(stage))})
-        else:
-            _show(stage, output)
+        output.result({**_json(stage), "config": dict(_texts(stage))}, _stage_lines(stage))
         return 0
     stages = stages_of(run.path)
     identity = run.known_identity(output.notice)
-    if output.json:
-        output.value({"run": identity, "stages": [_json(stage) for stage in stages]})
-        return 0
-    output.line(f"{run.name}: job {identity.get('job')}, run {identity.get('uuid')}")
+    lines = [f"{run.name}: job {identity.get('job')}, run {identity.get('uuid')}"]
     for stage in stages:
         indent = "  " * len(stage.aliases)
-        output.line(f"{indent}{stage.aliases[-1]}: {_description(stage.record)}")
-        for text in stage.overrides:
-            output.line(f"{indent}  override {text}")
+        lines.append(f"{indent}{stage.aliases[-1]}: {_description(stage.record)}")
+        lines += [f"{indent}  override {text}" for text in stage.overrides]
     if not stages:
-        output.line("  not built on another run")
+        lines.append("  not built on another run")
+    output.result({"run": identity, "stages": [_json(stage) for stage in stages]}, lines)
     return 0
 
 
@@ -149,24 +137,19 @@ def _description(record: Mapping[str, Any]) -> str:
     )
 
 
-def _show(stage: KnownStage, output: Output) -> None:
-    output.line(f"{stage.path}: {_description(stage.record)}")
+def _stage_lines(stage: KnownStage) -> Iterator[str]:
+    yield f"{stage.path}: {_description(stage.record)}"
     applied = stage.record.get("applied")
     for start in applied if isinstance(applied, list) else ():
-        if not isinstance(start, dict):
-            continue
-        into = start.get("into") or "all objects with the same names"
-        output.line(f"  weights: {start.get('prefix') or start.get('into') or 'all'} into {into}")
-    for blob in stage.record.get("kept") or ():
-        output.line(f"  kept: {blob}")
-    for text in stage.overrides:
-        output.line(f"  override {text}")
-    for name in stage.files:
-        output.line(f"  file {stage.folder / name}")
+        if isinstance(start, dict):
+            into = start.get("into") or "all objects with the same names"
+            yield f"  weights: {start.get('prefix') or start.get('into') or 'all'} into {into}"
+    yield from (f"  kept: {blob}" for blob in stage.record.get("kept") or ())
+    yield from (f"  override {text}" for text in stage.overrides)
+    yield from (f"  file {stage.folder / name}" for name in stage.files)
     for name, text in _texts(stage):
-        output.line(f"--- {name}")
-        for line in text.splitlines():
-            output.line(line)
+        yield f"--- {name}"
+        yield from text.splitlines()
 
 
 def _json(stage: KnownStage) -> dict[str, Any]:
@@ -178,23 +161,15 @@ def _texts(stage: KnownStage) -> Iterator[tuple[str, str]]:
     """Read the text files of the configuration."""
     for name in stage.files:
         if name.startswith(_CONFIG):
-            data = _read(stage.folder / name)
+            path = stage.folder / name
             try:
-                yield name, data.decode()
-            except UnicodeDecodeError:
-                continue
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_SHOWN_BYTES)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+                with path.open("rb") as file, suppress(UnicodeDecodeError):
+                    yield name, file.read(_SHOWN_BYTES).decode()
+            except OSError as error:
+                raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
 _SHOWN = 20
-Actions = list[list[NodeTimes]]
 
 
 @verb(
@@ -219,7 +194,11 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
         output.value({name: _stats_json(found[name]) if name in found else None for name in ("save", "load")})
         return 0
     for name, one in found.items():
-        _say(output, name, one)
+        output.line(f"{one.actions} {name}{'s' * (one.actions > 1)}, seconds: median (longest)")
+        output.table(("node", f"{name}s", "own work", *one.phases), list(_rows(one)))
+        if len(one.nodes) > _SHOWN:
+            output.line(f"... and {len(one.nodes) - _SHOWN} faster nodes; --json has all")
+        output.line(_verdict(name, one.verdict))
     return 0
 
 
@@ -233,19 +212,11 @@ def _noted(storage: Storage, entry: CommittedPosition) -> list[NodeTimes]:
     return times_of(found.get("nodes")) if isinstance(found, dict) else []
 
 
-def _loads(place: RunLocation) -> Actions:
+def _loads(place: RunLocation) -> list[list[NodeTimes]]:
     if place.run is None:
         return []
     lines = (line for line in read_lines(place.run.path / FILE_NAME) if line.get("kind") == "checkpoint_load")
     return [times for line in lines if (times := times_of(line.get("nodes")))]
-
-
-def _say(output: Output, name: str, found: StragglerSummary) -> None:
-    output.line(f"{found.actions} {name}{'s' * (found.actions > 1)}, seconds: median (longest)")
-    output.table(("node", f"{name}s", "own work", *found.phases), list(_rows(found)))
-    if len(found.nodes) > _SHOWN:
-        output.line(f"... and {len(found.nodes) - _SHOWN} faster nodes; --json has all")
-    output.line(_verdict(name, found.verdict))
 
 
 def _rows(found: StragglerSummary) -> Iterator[tuple[str, ...]]:
@@ -272,15 +243,7 @@ def _stats_json(found: StragglerSummary) -> dict[str, Any]:
     return {
         "actions": found.actions,
         "nodes": [
-            {
-                "node": row.node,
-                "actions": row.actions,
-                "own_secs": row.own_secs,
-                "phases": {
-                    phase: {"median": middle, "max": longest}
-                    for phase, (middle, longest) in row.phases.items()
-                },
-            }
+            {**vars(row), "phases": {name: {"median": a, "max": b} for name, (a, b) in row.phases.items()}}
             for row in found.nodes
         ],
         "shares": dict(found.shares),

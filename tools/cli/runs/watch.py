@@ -27,7 +27,7 @@ from torchrelay.tools.cli.arguments import RUNS, Argument, arg, flag, verb
 from torchrelay.tools.report.run_data import ReadLimits
 
 if TYPE_CHECKING:
-    from torchrelay.tools.report.server import DashboardServer, RunIndex
+    from torchrelay.tools.report.server import RunIndex
 
 
 _COLUMNS = ("run", "state", "epoch", "step", "rate", "eta", "last save")
@@ -221,19 +221,13 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
     else:
         replace_file(target, page, sync="nothing")
     trouble = [text for run in facts for text in run.trouble]
-    if output.json:
-        output.value(
-            {
-                "output": chosen.output if target is None else str(target),
-                "bytes": len(page),
-                "runs": [run.name for run in facts],
-                "trouble": trouble,
-            }
-        )
-        return 0
-    for text in trouble:
-        output.notice(text)
-    output.line(f"wrote {chosen.output} ({human_bytes(len(page))}): {', '.join(run.name for run in facts)}")
+    if not output.json:
+        output.notices(trouble)
+    written, names = chosen.output if target is None else str(target), [run.name for run in facts]
+    output.result(
+        {"output": written, "bytes": len(page), "runs": names, "trouble": trouble},
+        f"wrote {chosen.output} ({human_bytes(len(page))}): {', '.join(names)}",
+    )
     return 0
 
 
@@ -273,15 +267,15 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     store: RunIndex = FarRuns(chosen.runs) if is_remote(chosen.runs) else RunIndex(Path(chosen.runs))
     token = read_token(chosen.token, chosen.token_file)
     server = DashboardServer(store, chosen.host, chosen.port, token, limits_of(chosen))
+
+    def ready() -> None:
+        if output.json:
+            output.value({"url": server.url, "runs": store.names(), "token": token is not None})
+            return
+        how = "?token=..." if token is not None else ""
+        output.line(f"serving {store.shown} at {server.url}{how} (Ctrl-C to quit)")
+
     with server.socket:
-        server.ready = lambda: _say(server, store, token, output)
+        server.ready = ready
         server.run(sockets=[server.socket])
     return 0
-
-
-def _say(server: DashboardServer, store: RunIndex, token: str | None, output: Output) -> None:
-    if output.json:
-        output.value({"url": server.url, "runs": store.names(), "token": token is not None})
-        return
-    how = "?token=..." if token is not None else ""
-    output.line(f"serving {store.shown} at {server.url}{how} (Ctrl-C to quit)")
