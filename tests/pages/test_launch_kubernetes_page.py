@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.launch import kubernetes_options
-from torchrelay.tools.launch.kubernetes import HOPELESS
+from torchrelay.tools.launch import kubernetes
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/launch-kubernetes.md").read_text()
 SHOWN = re.findall(r"^```\n\$ torchrelay (.*)\n((?:.*\n)*?)```", PAGE, re.MULTILINE)
@@ -36,5 +35,5 @@ def test_the_options_and_codes_are_those_of_the_page() -> None:
         for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
         for key in re.findall(r"`(\w+)`", row)
     }
-    assert told == set(kubernetes_options._READ)
-    assert f"| {', '.join(map(str, HOPELESS))}: " in PAGE
+    assert told == set(kubernetes._READ)
+    assert f"| {', '.join(map(str, kubernetes.HOPELESS))}: " in PAGE

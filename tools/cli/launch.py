@@ -99,7 +99,8 @@ def launch(chosen: argparse.Namespace, output: Output) -> int:
     directory = make_directory(request.logs, request.name)
     request = replace(request, logs=directory)
     write_files(found.files(request), directory)
-    return found.submit(request, directory, output)
+    code: int = found.submit(request, directory, output)
+    return code
 
 
 def _print(request: LaunchRequest, name: str, output: Output) -> None:

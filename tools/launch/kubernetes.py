@@ -7,30 +7,217 @@
 
 Retries depend on exit codes and disruptions of single pods. Pods are recreated one by one and find each other
 again at the pod with index 0. Tests check the manifests against both schemas, but not on a real cluster.
+
+A string is written without quotes only if YAML 1.1 and 1.2 both read it as a string (not so `y`, `1e3` and
+`0o17`); all others are quoted. Keys keep their order.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from torchrelay.errors import NoProgressError, NoProvableEpochError, PreemptedError, UsageError
+from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
-from torchrelay.tools.launch.kubernetes_options import (
-    KubernetesOptions,
-    documents,
-    job_name,
-    literal,
-    options_of,
-    variable_name,
-)
 from torchrelay.tools.launch.on_host import words_of
-from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, check_notice, shown
+from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, check_notice, read_options, shown
 
 Value = dict[str, Any]
+LABEL = 63
+"""Longest label of a host name (RFC 1123)."""
+KINDS = ("job", "trainjob")
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_VARIABLE = re.compile(r"[-._A-Za-z][-._A-Za-z0-9]*")
+_JOB = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def job_name(name: str, longest_tail: str) -> str:
+    """Check the name of a job whose pods are called `<name><tail>`; raises UsageError.
+
+    Pod names are host name labels: they begin with a letter and have at most 63 characters.
+    """
+    room = LABEL - len(longest_tail)
+    if _JOB.fullmatch(name) is None:
+        raise UsageError(
+            f"invalid job name {shown(name)}: expected --name of lowercase letters, digits and -, "
+            "beginning with a letter and not ending with -"
+        )
+    if len(name) > room:
+        raise UsageError(
+            f"invalid job name {shown(name)}: expected at most {room} characters, because its pods are "
+            f"called <name>{longest_tail}"
+        )
+    return name
+
+
+def _form(pattern: str, most: int, complaint: str) -> Callable[[str, str], str]:
+    """Return a reader of texts that match a pattern and have at most `most` characters."""
+    form = re.compile(pattern)
+
+    def read(key: str, text: str) -> str:
+        if len(text) > most or not text.isprintable() or form.fullmatch(text) is None:
+            raise UsageError(f"--set {key}={shown(text)}{complaint}")
+        return text
+
+    return read
+
+
+def variable_name(name: str) -> str:
+    """Check the name of an environment variable."""
+    if _VARIABLE.fullmatch(name) is None:
+        raise UsageError(
+            f"invalid variable name {shown(name)}: expected A-Z a-z 0-9 _ - . without a leading digit"
+        )
+    return name
+
+
+def literal(what: str, text: str) -> str:
+    """Escape `$` as `$$`, so that the cluster does not expand `$(NAME)`.
+
+    Raises UsageError for bytes that are not UTF-8, without showing them, because they may be secret.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is not valid UTF-8, so a manifest cannot contain it") from None
+    return text.replace("$", "$$")
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """Validated options; quantities have Kubernetes' form, such as `64Gi`, and are per host."""
+
+    image: str
+    kind: str = "job"
+    namespace: str | None = None
+    python: str = "python3"
+    workdir: str | None = None
+    pvc: tuple[tuple[str, str], ...] = ()
+    """Names of persistent volume claims, with their mount paths in the container."""
+    secret: tuple[tuple[str, str, str], ...] = ()
+    """Names of environment variables, with the secret and the entry that hold their values."""
+    gpus: int = 0
+    gpu_resource: str = "nvidia.com/gpu"
+    cpu: str | None = None
+    memory: str | None = None
+    shm: str | None = None
+    port: int = 29400
+    service_account: str | None = None
+    pull_secret: str | None = None
+    runtime: str = "torch-distributed"
+    queue: str | None = None
+    """Kueue queue, which starts all pods of a job together."""
+
+
+def options_of(request: LaunchRequest) -> KubernetesOptions:
+    """Parse and check the `--set` options; raises UsageError with the key and the expected form."""
+    read = read_options(request, _READ, "Kubernetes", ("pvc", "secret"))
+    if "image" not in read:
+        raise UsageError("image is missing: give --set image=NAME, an image with torchrelay and the program")
+    found = KubernetesOptions(**read)
+    paths = [path for _, path in found.pvc]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise UsageError(f"--set pvc: two volumes have the same path {twice}")
+    return found
+
+
+_object_name = _form(
+    rf"{_LABEL}(\.{_LABEL})*", 253,
+    ": expected a Kubernetes name of lowercase letters, digits, - and .",
+)  # fmt: skip
+_label_name = _form(_LABEL, LABEL, f": expected 1 to {LABEL} lowercase letters, digits and -")
+_path = _form("/[^:]*", sys.maxsize, ": expected an absolute path in the container, such as /runs")
+_entry = _form("[-._A-Za-z0-9]+", 253, ": expected the name of an entry of a secret")
+_quantity = _form(
+    r"(?=.*[1-9])[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTPE]|[KMGTPE]i)?", sys.maxsize,
+    ": expected a quantity such as 4, 500m or 64Gi",
+)  # fmt: skip
+
+
+def _claim(key: str, text: str) -> tuple[str, str]:
+    claim, _, path = text.partition(":")
+    if not path:
+        raise UsageError(f"--set {key}={shown(text)}: expected CLAIM:PATH such as runs:/runs")
+    return _object_name(key, claim), _path(key, path)
+
+
+def _secret(key: str, text: str) -> tuple[str, str, str]:
+    variable, _, place = text.partition(":")
+    secret, _, entry = place.partition("/")
+    if not entry:
+        raise UsageError(
+            f"--set {key}={shown(text)}: expected VARIABLE:SECRET/ENTRY such as HF_TOKEN:hub/token"
+        )
+    return variable_name(variable), _object_name(key, secret), _entry(key, entry)
+
+
+def _whole(least: int, most: int) -> Callable[[str, str], int]:
+    def read(key: str, text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
+            raise UsageError(f"--set {key}={shown(text)}: expected a whole number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def _python(key: str, text: str) -> str:
+    if not text.strip():
+        raise UsageError(f"--set {key} is empty: expected the interpreter in the image, such as python3")
+    return literal(f"--set {key}", text)
+
+
+_READ: Mapping[str, Callable[[str, str], object]] = {
+    "image": _form("[!-~]+", 500, ": expected an image such as registry.example/train:1"),
+    "kind": _form("|".join(KINDS), LABEL, f": expected one of {', '.join(KINDS)}"),
+    "namespace": _label_name,
+    "python": _python,
+    "workdir": _path,
+    "pvc": _claim,
+    "secret": _secret,
+    "gpus": _whole(0, 1024),
+    "gpu_resource": _form(
+        "([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?", 253 + 1 + LABEL,
+        ": expected a resource of a node such as nvidia.com/gpu",
+    ),
+    "cpu": _quantity,
+    "memory": _quantity,
+    "shm": _quantity,
+    "port": _whole(1, 65535),
+    "service_account": _object_name,
+    "pull_secret": _object_name,
+    "runtime": _object_name,
+    "queue": _label_name,
+}  # fmt: skip
+
+
+_PLAIN = re.compile(r"(--?)?[A-Za-z/]([A-Za-z0-9_./:=@-]*[A-Za-z0-9_./-])?")
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a repeated value again instead of an alias."""
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Indent lists below their key."""
+        super().increase_indent(flow, indentless=False)
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _text)
 
 
 def command(request: LaunchRequest, options: KubernetesOptions, place: Sequence[str] = ()) -> list[str]:
@@ -47,8 +234,8 @@ def environment(request: LaunchRequest, options: KubernetesOptions) -> list[Valu
         for name, value in request.environment
     ]
     given += [
-        {"name": one.variable, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
-        for one in options.secret
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for variable, secret, key in options.secret
     ]
     seen = [one["name"] for one in given]
     if twice := next((name for name in seen if seen.count(name) > 1), None):
@@ -58,22 +245,18 @@ def environment(request: LaunchRequest, options: KubernetesOptions) -> list[Valu
 
 def resources(options: KubernetesOptions) -> Value:
     """Return the resources of a host; devices and memory are also limits, to avoid overcommitment."""
-    limits: Value = {}
-    if options.memory is not None:
-        limits["memory"] = options.memory
-    if options.gpus:
-        limits[options.gpu_resource] = str(options.gpus)
-    requests = {**({"cpu": options.cpu} if options.cpu is not None else {}), **limits}
-    return {**({"requests": requests} if requests else {}), **({"limits": limits} if limits else {})}
+    gpus = {options.gpu_resource: str(options.gpus)} if options.gpus else {}
+    limits = {**given(memory=options.memory), **gpus}
+    return dict(given(requests={**given(cpu=options.cpu), **limits}, limits=limits))
 
 
 def volumes(options: KubernetesOptions) -> tuple[list[Value], list[Value]]:
     """Return the volumes of a pod and their mounts in its container."""
     made: list[Value] = [
-        {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": one.claim}}
-        for number, one in enumerate(options.pvc)
+        {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
+        for number, (claim, _) in enumerate(options.pvc)
     ]
-    mounts = [{"name": f"claim-{number}", "mountPath": one.path} for number, one in enumerate(options.pvc)]
+    mounts = [{"name": f"claim-{number}", "mountPath": path} for number, (_, path) in enumerate(options.pvc)]
     if options.shm is not None:
         made.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - the container's
@@ -102,6 +285,10 @@ def given(**values: Any) -> Mapping[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, [], {})}
 
 
+def _pulls(options: KubernetesOptions) -> Value:
+    return {} if options.pull_secret is None else {"imagePullSecrets": [{"name": options.pull_secret}]}
+
+
 CONTAINER = "trainer"
 HOPELESS = sorted(error.exit_code for error in (UsageError, NoProvableEpochError, NoProgressError))
 """Exit codes for which another attempt would fail in the same way."""
@@ -114,12 +301,7 @@ def job_documents(request: LaunchRequest, options: KubernetesOptions) -> list[Va
     if request.layout.nodes > MOST_PODS:
         raise UsageError(f"-j {request.layout}: an indexed Job has at most {MOST_PODS} pods")
     name = job_name(request.name, f"-{request.layout.nodes - 1}")
-    return [_service(name, options), _job(name, request, options)]
-
-
-def _service(name: str, options: KubernetesOptions) -> Value:
-    """Return the Service that names the pods as soon as they have an address, before they are ready."""
-    return {
+    service = {  # it names the pods as soon as they have an address, before they are ready
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata(name, options),
@@ -130,12 +312,14 @@ def _service(name: str, options: KubernetesOptions) -> Value:
             "ports": [{"name": "rendezvous", "port": options.port, "protocol": "TCP"}],
         },
     }
-
-
-def _job(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value:
+    rules = [  # the first match applies, other failures count towards `backoffLimit`
+        {"action": "FailJob", "onExitCodes": _codes(*HOPELESS)},
+        {"action": "Ignore", "onExitCodes": _codes(PreemptedError.exit_code)},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
     nodes = request.layout.nodes
     labels = metadata(name, options)["labels"]
-    return {
+    job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": metadata(name, options),
@@ -146,28 +330,19 @@ def _job(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value
             **deadline(request),
             "backoffLimit": min(request.restarts * nodes, MOST_FAILURES),
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {"rules": _rules()},
+            "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": labels}, "spec": _pod(name, request, options)},
         },
     }
+    return [service, job]
 
 
-def _rules() -> list[Value]:
-    """Return the pod failure rules: the first match applies, others count towards `backoffLimit`."""
-
-    def codes(*values: int) -> Value:
-        return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
-
-    return [
-        {"action": "FailJob", "onExitCodes": codes(*HOPELESS)},
-        {"action": "Ignore", "onExitCodes": codes(PreemptedError.exit_code)},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
+def _codes(*values: int) -> Value:
+    return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
 
 
 def _pod(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value:
     made, mounts = volumes(options)
-    secrets = [] if options.pull_secret is None else [{"name": options.pull_secret}]
     account: Value = {"automountServiceAccountToken": False}
     if options.service_account is not None:  # by default training has no access to the cluster's API
         account = {"serviceAccountName": options.service_account}
@@ -178,7 +353,7 @@ def _pod(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value
         **account,
         "enableServiceLinks": False,
         "containers": [_container(name, request, options, mounts)],
-        **given(imagePullSecrets=secrets, volumes=made),
+        **given(**_pulls(options), volumes=made),
     }
 
 
@@ -202,18 +377,29 @@ def _container(name: str, request: LaunchRequest, options: KubernetesOptions, mo
     }
 
 
-MANAGER = "torchrelay.launch/launch"
 STEP = NODE_CONTAINER = "node"
 """Names of the ranks' job and its container in the runtimes of Kubeflow Trainer."""
 MOST_ENTRIES = 128
-RESERVED = "PET_"
-"""Prefix of the variables by which Kubeflow Trainer configures torchrun."""
 
 
 def trainjob_document(request: LaunchRequest, options: KubernetesOptions) -> Value:
     """Return the TrainJob; raises UsageError for what Kubeflow Trainer does not support."""
     name = job_name(request.name, f"-{STEP}-0-{request.layout.nodes - 1}")
-    _check(request, options)
+    if options.workdir is not None:
+        raise UsageError("a TrainJob does not support --set workdir; set the working directory in the image")
+    if request.restarts:
+        raise UsageError(
+            "a TrainJob does not support --max-restarts (its runtime sets it); use --set kind=job"
+        )
+    for variable, _ in request.environment:
+        if variable.startswith("PET_"):  # Kubeflow Trainer configures torchrun by these
+            raise UsageError(f"variable {shown(variable)} is reserved by Kubeflow Trainer")
+    words, variables = command(request, options), environment(request, options)
+    if max(len(words), len(variables)) > MOST_ENTRIES:
+        raise UsageError(
+            f"a TrainJob has at most {MOST_ENTRIES} arguments and {MOST_ENTRIES} variables, not {len(words)} "
+            f"and {len(variables)}; use --set kind=job"
+        )
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -225,53 +411,32 @@ def trainjob_document(request: LaunchRequest, options: KubernetesOptions) -> Val
                 "name": options.runtime,
             },
             **deadline(request),
-            "trainer": _trainer(request, options),
+            "trainer": {
+                "image": options.image,
+                "command": words,
+                **given(env=variables),
+                "numNodes": request.layout.nodes,
+                "numProcPerNode": request.layout.per_node,
+                **given(resourcesPerNode=resources(options)),
+            },
             "runtimePatches": [_patch(request, options)],
         },
-    }
-
-
-def _trainer(request: LaunchRequest, options: KubernetesOptions) -> Value:
-    words = command(request, options)
-    variables = environment(request, options)
-    if max(len(words), len(variables)) > MOST_ENTRIES:
-        raise UsageError(
-            f"a TrainJob has at most {MOST_ENTRIES} arguments and {MOST_ENTRIES} variables, not {len(words)} "
-            f"and {len(variables)}; use --set kind=job"
-        )
-    return {
-        "image": options.image,
-        "command": words,
-        **given(env=variables),
-        "numNodes": request.layout.nodes,
-        "numProcPerNode": request.layout.per_node,
-        **given(resourcesPerNode=resources(options)),
     }
 
 
 def _patch(request: LaunchRequest, options: KubernetesOptions) -> Value:
     """Return the patch of the runtime's pods for settings that a TrainJob has no field for."""
     made, mounts = volumes(options)
-    secrets = [] if options.pull_secret is None else [{"name": options.pull_secret}]
     pod = {
         "terminationGracePeriodSeconds": request.notice,
-        **given(serviceAccountName=options.service_account, imagePullSecrets=secrets, volumes=made),
+        **given(serviceAccountName=options.service_account, **_pulls(options), volumes=made),
         **given(containers=[{"name": NODE_CONTAINER, "volumeMounts": mounts}] if mounts else []),
     }
     job = {"name": STEP, "template": {"spec": {"template": {"spec": pod}}}}
-    return {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
-
-
-def _check(request: LaunchRequest, options: KubernetesOptions) -> None:
-    if options.workdir is not None:
-        raise UsageError("a TrainJob does not support --set workdir; set the working directory in the image")
-    if request.restarts:
-        raise UsageError(
-            "a TrainJob does not support --max-restarts (its runtime sets it); use --set kind=job"
-        )
-    for name, _ in request.environment:
-        if name.startswith(RESERVED):
-            raise UsageError(f"variable {shown(name)} is reserved by Kubeflow Trainer")
+    return {
+        "manager": "torchrelay.launch/launch",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+    }
 
 
 SUBMIT_SECS = 120
@@ -287,8 +452,11 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
         made = [trainjob_document(request, options)]
     else:
         made = job_documents(request, options)
-    text = documents(made, f"{request.layout}: {request.layout.ranks} ranks; made by torchrelay launch --k8s")
-    return (LaunchFile(f"{options.kind}.yaml", text),)
+    text = yaml.dump_all(
+        made, Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=1 << 30
+    )
+    head = f"# {request.layout}: {request.layout.ranks} ranks; made by torchrelay launch --k8s\n"
+    return (LaunchFile(f"{options.kind}.yaml", head + text),)
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
@@ -313,18 +481,15 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
     if done.returncode != 0:
         reason = " ".join(done.stderr.split()) or f"code {done.returncode}"
         raise UsageError(f"kubectl apply -f {manifest} failed: {reason:.500}")
-    if any(
-        line.endswith(" unchanged") and "job" in line.partition("/")[0] for line in done.stdout.splitlines()
-    ):
+    if re.search(r"^[^/\n]*job[^/\n]*/.* unchanged$", done.stdout, re.MULTILINE):
         raise UsageError(
             f"the cluster already has this {options.kind}, running or finished, so nothing was started; "
             f"delete it with kubectl delete -f {manifest}"
         )
-    if output.json:
-        output.value({"kind": options.kind, "name": request.name, "manifest": str(manifest)})
-    else:
-        output.line(done.stdout.rstrip())
-        where = "" if options.namespace is None else f" -n {options.namespace}"
-        what = "get trainjob " if options.kind == "trainjob" else "logs -f job/"
-        output.line(f"to watch it: kubectl{where} {what}{request.name}")
+    where = "" if options.namespace is None else f" -n {options.namespace}"
+    what = "get trainjob " if options.kind == "trainjob" else "logs -f job/"
+    output.result(
+        {"kind": options.kind, "name": request.name, "manifest": str(manifest)},
+        [done.stdout.rstrip(), f"to watch it: kubectl{where} {what}{request.name}"],
+    )
     return 0

@@ -80,24 +80,21 @@ def verdict_of(found: Evidence) -> LaunchOutcome:
         return LaunchOutcome(0, _ended_well(found.status))
     if state == "PREEMPTED":
         return LaunchOutcome(PREEMPTED, f"preempted ({_reasons(found.status)}); the same command resumes")
+    first = found.first
     if state == "FAILED":
-        return _failed(found)
+        code = _in_table(found.status.get("exit_code"))
+        if code in (FAILED, LOST) and first is not None and first.code < 0:
+            return LaunchOutcome(LOST, _whose(first))  # a killed rank broke the step of another one
+        return LaunchOutcome(code, f"{found.status.get('error', 'the run failed')}")
     if state in ("FINISHED", "STOPPED"):
-        return _after_the_run(found)
+        if first is not None and first.code > 0:
+            return LaunchOutcome(_in_table(first.code), f"the run ended, then {_whose(first)}")
+        return LaunchOutcome(0, f"{_ended_well(found.status)}; a process failed after that")
     return _of_ranks(found)
 
 
-def _failed(found: Evidence) -> LaunchOutcome:
-    """Return the outcome of a failed run; a step broken by a killed rank counts as a lost rank."""
-    code = _in_table(found.status.get("exit_code"))
-    if code in (FAILED, LOST) and found.first is not None and found.first.code < 0:
-        return LaunchOutcome(LOST, _whose(found.first))
-    return LaunchOutcome(code, f"{found.status.get('error', 'the run failed')}")
-
-
 def _ended_well(status: Mapping[str, Any]) -> str:
-    state = status.get("state")
-    return f"stopped ({_reasons(status)})" if state == "STOPPED" else "finished"
+    return f"stopped ({_reasons(status)})" if status.get("state") == "STOPPED" else "finished"
 
 
 def _reasons(status: Mapping[str, Any]) -> str:
@@ -109,13 +106,6 @@ def _reasons(status: Mapping[str, Any]) -> str:
 def _in_table(code: object) -> int:
     """Return the code if it is a known failure, else `FAILED`."""
     return code if type(code) is int and code in TABLE and code else FAILED
-
-
-def _after_the_run(found: Evidence) -> LaunchOutcome:
-    """Return the outcome of a program that failed after its run had ended."""
-    if found.first is not None and found.first.code > 0:
-        return LaunchOutcome(_in_table(found.first.code), f"the run ended, then {_whose(found.first)}")
-    return LaunchOutcome(0, f"{_ended_well(found.status)}; a process failed after that")
 
 
 def _of_ranks(found: Evidence) -> LaunchOutcome:
@@ -164,7 +154,11 @@ def status_of(directory: Path) -> dict[str, Any]:
 
 def first_failure(directory: Path, nodes: int) -> RankEnd | None:
     """Return the rank that failed first, as agreed by the ranks, else as seen by torchrun."""
-    ended = _ended_ranks(directory, nodes)
+    found: list[Mapping[str, Any]] = []
+    for node in range(nodes):
+        failures = read_status(directory, f"agent_{node}.json").get("failures")
+        found += [one for one in failures if _is_end(one)] if isinstance(failures, list) else []
+    ended = [RankEnd(one["rank"], str(one.get("host")), one["code"]) for one in by_likelihood(found)]
     agreed = read_status(directory, "failure.json")
     rank, code = agreed.get("rank"), agreed.get("exit_code")
     if isinstance(rank, int) and isinstance(code, int):
@@ -174,25 +168,15 @@ def first_failure(directory: Path, nodes: int) -> RankEnd | None:
     return ended[0] if ended else None
 
 
-def _ended_ranks(directory: Path, nodes: int) -> list[RankEnd]:
-    """Return the failed ranks, the likely cause of the other failures first."""
-    found: list[Mapping[str, Any]] = []
-    for node in range(nodes):
-        failures = read_status(directory, f"agent_{node}.json").get("failures")
-        if isinstance(failures, list):
-            found += [one for one in failures if isinstance(one, dict) and _is_end(one)]
-    return [RankEnd(one["rank"], str(one.get("host")), one["code"]) for one in by_likelihood(found)]
-
-
 def by_likelihood(ends: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Sort ends of ranks (`code`, `time` in seconds), the likely cause of the others first."""
     begun = min((one["time"] for one in ends), default=0)
     return sorted(ends, key=lambda one: (_likelihood(one["code"], one["time"] - begun), one["time"]))
 
 
-def _is_end(one: Mapping[str, Any]) -> bool:
+def _is_end(one: Any) -> bool:
     """Return True if a note has the fields of a rank's end."""
-    return all(isinstance(one.get(key), int) for key in ("rank", "code", "time"))
+    return isinstance(one, dict) and all(isinstance(one.get(key), int) for key in ("rank", "code", "time"))
 
 
 def _likelihood(code: int, secs: float) -> int:

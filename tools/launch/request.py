@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
-from typing import Any, Protocol, cast
+from typing import Any
 
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output
 
 _FORM = re.compile(r"(?:([1-9][0-9]{0,5})x)?([1-9][0-9]{0,5})")
 
@@ -69,7 +67,7 @@ class LaunchRequest:
     notice: int = 300
     restarts: int = 0
     environment: tuple[tuple[str, str], ...] = ()
-    options: tuple[tuple[str, str], ...] = field(default=())
+    options: tuple[tuple[str, str], ...] = ()
     python: str = "python"
 
 
@@ -172,26 +170,12 @@ def agent_command(request: LaunchRequest, endpoint: str, launch_id: str, grace_s
 
 def exports(request: LaunchRequest) -> str:
     """Return the shell lines that set the ranks' environment, those of `--env` last."""
-    return "".join(f"export {line}\n" for line in _exports(request))
-
-
-def _exports(request: LaunchRequest) -> Iterable[str]:
     # torchrun's shared store keeps the addresses of an earlier attempt, which breaks gloo.
-    yield "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    lines = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
     if request.layout.per_node > 1:
-        yield 'OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"'
-    for name, value in request.environment:
-        yield f"{name}={quote(value)}"
-
-
-class LaunchTarget(Protocol):
-    """Functions that the module of a target provides."""
-
-    def files(self, request: LaunchRequest) -> tuple[LaunchFile, ...]:
-        """Return the files of a launch. Pure; raises UsageError for requests the target cannot serve."""
-
-    def submit(self, request: LaunchRequest, directory: Path, output: Output) -> int:
-        """Start the launch from its files in `directory`; returns the exit code."""
+        lines.append('OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"')
+    lines += [f"{name}={quote(value)}" for name, value in request.environment]
+    return "".join(f"export {line}\n" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -215,12 +199,15 @@ TARGETS = {
 """Targets by the name of their option."""
 
 
-def target(name: str) -> LaunchTarget:
-    """Import the module of a target; `name` is a key of TARGETS."""
-    return cast(LaunchTarget, import_module(f"{__package__}.{TARGETS[name].module}"))
+def target(name: str) -> Any:
+    """Import the module of a target; `name` is a key of TARGETS.
+
+    Its functions: `files(request)` returns the files of a launch, and raises UsageError for requests that the
+    target cannot serve. `submit(request, directory, output)` starts it from there; returns the exit code.
+    """
+    return import_module(f"{__package__}.{TARGETS[name].module}")
 
 
-_CONFIGS = (".yaml", ".yml")
 _RUN = ("-m", "torchrelay", "run", "-m")
 
 
@@ -234,7 +221,11 @@ def command_of(words: Sequence[str], run: str | None) -> tuple[str, ...]:
     if not command or command == ["-m"]:
         raise UsageError("launch needs a script, or -m with a module or a configuration, after --")
     if command[0] == "-m":
-        return _module(command[1], command[2:], run)
+        name, rest = command[1], command[2:]
+        if not (name.endswith((".yaml", ".yml")) or (Path(name) / "config.yaml").is_file()):
+            return ("-m", name, *rest)
+        there = () if run is None or "--run-dir" in rest else ("--run-dir", run)
+        return (*_RUN, name, *rest, *there)
     if command[0].startswith("-"):
         raise UsageError(f"launch has no option {command[0]}; the script follows after --")
     return tuple(command)
@@ -248,11 +239,3 @@ def check_script(command: Sequence[str]) -> None:
         raise UsageError(
             f"configuration {command[4]} does not exist; -m takes a YAML file or a Python module"
         )
-
-
-def _module(name: str, rest: Sequence[str], run: str | None) -> tuple[str, ...]:
-    """Return the command of `-m NAME`, which is a module or a configuration."""
-    if not (name.endswith(_CONFIGS) or (Path(name) / "config.yaml").is_file()):
-        return ("-m", name, *rest)
-    there = () if run is None or "--run-dir" in rest else ("--run-dir", run)
-    return (*_RUN, name, *rest, *there)

@@ -58,15 +58,11 @@ _SHELLS = re.compile(
 
 def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
     """Return the sbatch file. Pure; raises UsageError for values that cannot be written to it."""
-    _check(request)
-    return (LaunchFile(SCRIPT, f"{_head(request)}\n{_body(request)}", executable=True),)
-
-
-def _check(request: LaunchRequest) -> None:
     check_notice(request)
     for name, _ in request.environment:
         if _SHELLS.fullmatch(name):
             raise UsageError(f"--env {name}: reserved by the shell of the batch script; choose another name")
+    return (LaunchFile(SCRIPT, f"{_head(request)}\n{_body(request)}", executable=True),)
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
@@ -84,10 +80,8 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
     job = done.stdout.strip().partition(";")[0]
     if not job.isdigit():
         raise UsageError(f"sbatch queued nothing: {(done.stdout + done.stderr).strip() or 'no output'}")
-    if output.json:
-        output.value({"job": job, "log": str(directory / LOG), "directory": str(directory)})
-    else:
-        output.line(f"job {job}; log: {directory / LOG}")
+    log = str(directory / LOG)
+    output.result({"job": job, "log": log, "directory": str(directory)}, f"job {job}; log: {log}")
     return 0
 
 

@@ -40,21 +40,18 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
     """
     given = read_options(request, _READ, "TorchX")
     scheduler = given.pop("scheduler", "local_cwd")
-    _check(request, scheduler)
+    if request.time_limit is not None:
+        raise UsageError("TorchX does not support --time-limit; use the scheduler's own with --set cfg=...")
+    if request.restarts and _here(scheduler):
+        raise UsageError(f"TorchX's {scheduler} does not support --max-restarts; use --local")
+    notice = min(request.notice, LOCAL_NOTICE_SECS) if _here(scheduler) else request.notice
     cfg = _cfg(request, scheduler, given.pop("cfg", ""))
     variables = request.logs / ENVIRONMENT
     words = [
         ["-m", "torchx.cli.main", "run", "-s", scheduler, *(["--wait", "--log"] if _here(scheduler) else [])],
         *([["-cfg", cfg]] if cfg else []),
         [f"{Path(__file__).with_name('torchx_component.py')}:job"],
-        [
-            "--layout",
-            str(request.layout),
-            "--name",
-            request.name,
-            "--notice",
-            str(_notice(request, scheduler)),
-        ],
+        ["--layout", str(request.layout), "--name", request.name, "--notice", str(notice)],
         ["--python", given.pop("python", request.python if _here(scheduler) else "python3")],
         *([["--run", request.run]] if request.run is not None else []),
         *([["--environment", str(variables)]] if request.environment else []),
@@ -119,17 +116,6 @@ def _run(script: Path, notes: Path, asked: RequestsToEnd, leave_secs: float) -> 
 
 def _here(scheduler: str) -> bool:
     return scheduler.startswith(LOCAL)
-
-
-def _notice(request: LaunchRequest, scheduler: str) -> int:
-    return min(request.notice, LOCAL_NOTICE_SECS) if _here(scheduler) else request.notice
-
-
-def _check(request: LaunchRequest, scheduler: str) -> None:
-    if request.time_limit is not None:
-        raise UsageError("TorchX does not support --time-limit; use the scheduler's own with --set cfg=...")
-    if request.restarts and _here(scheduler):
-        raise UsageError(f"TorchX's {scheduler} does not support --max-restarts; use --local")
 
 
 def _cfg(request: LaunchRequest, scheduler: str, given: str) -> str:
