@@ -130,7 +130,7 @@ class Output:
         """Show long operations of the block with bytes and the time left; nothing with `--json`."""
         if self.json:
             return nullcontext()
-        from torchrelay.runners.monitoring.progress_bar import works_shown
+        from torchrelay.runners.monitoring.progress import works_shown
 
         return works_shown(self.notice, note=note)
 

@@ -156,7 +156,7 @@ _METRICS = 8
 
 
 @dataclass(frozen=True)
-class Sight:
+class ProgressState:
     """Progress at one moment: `step` of `steps` in `epoch` of `last_epoch`, as far as known.
 
     `metrics` are the reduced ones of the previous epoch, or this rank's own of the running epoch. `ckpt`

@@ -233,9 +233,9 @@ class Onlookers:
         self._log.end()
 
 
-def _note_live(run: RunDirectory, state: RunState, sight: dict[str, Any]) -> None:
+def _note_live(run: RunDirectory, state: RunState, live: dict[str, Any]) -> None:
     """Write the current state to `live.json` while this process holds the directory."""
     if state.fenced is None:
         who = {"attempt": state.attempt, "host": socket.gethostname(), "pid": os.getpid()}
         with suppress(StorageError):  # the journal reports such errors
-            run.write_live({**who, **sight})
+            run.write_live({**who, **live})

@@ -13,7 +13,7 @@ from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
 from torchrelay.metadata.sinks.trackers import _BUILT_IN, GROUP
-from torchrelay.runners.monitoring.text import Sight, stamped
+from torchrelay.runners.monitoring.text import ProgressState, stamped
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/tracking.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -54,8 +54,8 @@ def test_the_page_runs(tmp_path: Path) -> None:
 
 def test_the_lines_of_the_page_are_the_form() -> None:
     """The example line is what is printed; every built-in tracker and the entry point are told."""
-    sight = Sight(3, None, 1200, 3900, 9000, {"train/loss": 0.1234}, 41.0, 753.0, "ckpt e2 ok 4.1s")
-    shown = stamped(sight.line, level="I", who="r0/16", when=1795212444)
+    current = ProgressState(3, None, 1200, 3900, 9000, {"train/loss": 0.1234}, 41.0, 753.0, "ckpt e2 ok 4.1s")
+    shown = stamped(current.line, level="I", who="r0/16", when=1795212444)
     assert shown in PAGE
     table = PAGE.split("| tracker |")[1].split("\n\n")[0]
     assert all(f"`{name}`" in table for name in _BUILT_IN)

@@ -17,9 +17,8 @@ from torchrun import clean_environment, torchrun
 import torchrelay.runners.monitoring.text as rank_log
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.errors import UsageError
-from torchrelay.runners.monitoring.progress import Progress
-from torchrelay.runners.monitoring.progress_bar import bar_tail
-from torchrelay.runners.monitoring.text import RankLog, Sight
+from torchrelay.runners.monitoring.progress import Progress, bar_tail
+from torchrelay.runners.monitoring.text import ProgressState, RankLog
 from torchrelay.runners.session.metrics import MetricLog
 from torchrelay.runners.session.run_state import RunState
 
@@ -207,20 +206,22 @@ def test_warnings_go_where_they_went(tmp_path: Path) -> None:
 
 def test_the_line_is_the_convention() -> None:
     """Where, metrics, rate, newest save, time to the end; what is not known is left out."""
-    sight = Sight(3, 5, 1200, 3900, 9000, {"train/loss": 0.1234, "lr": 1e-3}, 41.0, 753.0, "ckpt e2 ok 4.1s")
+    current = ProgressState(
+        3, 5, 1200, 3900, 9000, {"train/loss": 0.1234, "lr": 1e-3}, 41.0, 753.0, "ckpt e2 ok 4.1s"
+    )
     said = "epoch 3 step 1200/3900 | lr 0.001 train/loss 0.1234 | 41 steps/s | ckpt e2 ok 4.1s | eta 00:12:33"
-    assert sight.line == said
-    assert Sight(epoch=3, last_epoch=5).line == "epoch 3/5"
+    assert current.line == said
+    assert ProgressState(epoch=3, last_epoch=5).line == "epoch 3/5"
 
 
 def test_a_narrow_terminal_keeps_the_bar() -> None:
     """What has no room behind the bar is left out, the newest save first and the time to the end last."""
-    sight = Sight(3, 5, 1, 9, 19, {"train/loss": 0.1234}, 41.0, 753.0, "ckpt e2 ok 4.1s")
-    assert bar_tail(sight, 100) == "train/loss 0.1234 | 41 steps/s | eta 00:12:33 | ckpt e2 ok 4.1s"
-    assert bar_tail(sight, 60) == "train/loss 0.1234 | 41 steps/s | eta 00:12:33"
-    assert bar_tail(sight, 40) == "train/loss 0.1234 | eta 00:12:33"
-    assert bar_tail(sight, 20) == "eta 00:12:33"
-    assert bar_tail(replace(sight, metrics={"a": 1.0, "train/loss": 0.1234}), 25) == "a 1 | eta 00:12:33"
+    current = ProgressState(3, 5, 1, 9, 19, {"train/loss": 0.1234}, 41.0, 753.0, "ckpt e2 ok 4.1s")
+    assert bar_tail(current, 100) == "train/loss 0.1234 | 41 steps/s | eta 00:12:33 | ckpt e2 ok 4.1s"
+    assert bar_tail(current, 60) == "train/loss 0.1234 | 41 steps/s | eta 00:12:33"
+    assert bar_tail(current, 40) == "train/loss 0.1234 | eta 00:12:33"
+    assert bar_tail(current, 20) == "eta 00:12:33"
+    assert bar_tail(replace(current, metrics={"a": 1.0, "train/loss": 0.1234}), 25) == "a 1 | eta 00:12:33"
 
 
 def test_running_values_are_seen_while_they_run() -> None:

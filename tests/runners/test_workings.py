@@ -20,7 +20,7 @@ import torch
 from terminals import Terminal
 from torchrun import clean_environment
 
-import torchrelay.runners.monitoring.progress_bar as workings
+import torchrelay.runners.monitoring.progress as workings
 from torchrelay import Checkpointer, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log import retention
@@ -170,7 +170,7 @@ def test_works_say_what_they_did_themselves() -> None:
 
 
 SLOW = (
-    "import sys, time; import torchrelay.runners.monitoring.progress_bar as w; w.LONG_SECS = 0.1\n"
+    "import sys, time; import torchrelay.runners.monitoring.progress as w; w.LONG_SECS = 0.1\n"
     "from torchrelay.checkpoint.storage.local_io import LocalReadHandle as L; real = L.read_into\n"
     "L.read_into = lambda *a, **k: (time.sleep(0.05), real(*a, **k))[1]\n"
     "from torchrelay.__main__ import main; sys.exit(main({arguments!r}))"
@@ -306,7 +306,7 @@ def test_a_checkpointer_shows_long_saves_and_loads(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside other threads: that is the case
 def test_a_forked_worker_prints_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is forked while the bar is being drawn writes to stderr without the bar's lock."""
-    from torchrelay.runners.monitoring.progress_bar import ProgressBar
+    from torchrelay.runners.monitoring.progress import ProgressBar
 
     monkeypatch.setenv("TERM", "xterm")
     with Terminal() as terminal, terminal.stream() as stream:
