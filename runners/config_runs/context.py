@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.schema import Phase
@@ -29,33 +29,6 @@ if TYPE_CHECKING:
     from torchrelay.jobs.job import Job
     from torchrelay.runners.config_runs.class_loading import Classes
     from torchrelay.runners.session.base import SessionBase
-
-
-T = TypeVar("T")
-
-
-class Slot(Generic[T]):
-    """An entry that the step `setter` sets; None: it is set from the beginning."""
-
-    def __init__(self, setter: str | None, doc: str) -> None:
-        self.setter = setter
-        self.__doc__ = doc
-        self.name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, holder: None, owner: type) -> Slot[T]: ...
-
-    @overload
-    def __get__(self, holder: MutableMapping[str, Any], owner: type) -> T: ...
-
-    def __get__(self, holder: MutableMapping[str, Any] | None, owner: type) -> Any:
-        return self if holder is None else holder[self.name]
-
-    def __set__(self, holder: MutableMapping[str, Any], value: T) -> None:
-        holder[self.name] = value
 
 
 END = "end"
@@ -120,6 +93,31 @@ class ContextKeyError(UsageError, KeyError):
         return str(self.args[0])
 
 
+ENTRIES: dict[str, tuple[str | None, str]] = {
+    "config": (None, "the configuration"),
+    "settings": (None, "its keys with their types"),
+    "runner": (None, "the keys of this profile"),
+    "runner_name": (None, "the profile's name"),
+    "is_infer": (None, "True if it evaluates stored epochs instead of training"),
+    "run_dir": (None, "the run directory of a profile that trains; for `infer`, the location of the epochs"),
+    "job_options": (None, "options of JobRunner"),
+    "classes": (None, "the user's classes, loaded"),
+    "env": (None, "the whole configuration as plain values"),
+    "config_yaml": (None, "the file it was read from"),
+    "workspace": (None, "the directory that paths are relative to"),
+    "rank": (None, "the number of this process"),
+    "world_size": (None, "how many processes there are"),
+    "engine": (None, "`single`, or `cluster` with several processes"),
+    "session": ("setup", "the processes of the job"),
+    "device": ("setup", "the torch.device of this process"),
+    "phases": ("build", "models, data and optimizers by phase"),
+    "job": ("build", "the training job; only if the profile trains"),
+    "epochs": ("start", "the epochs that `infer` evaluates"),
+    "result": ("loop", "a RunResult; for `infer` the rows, one dict per epoch"),
+}
+"""The step that sets each entry (None: set from the beginning), and what the entry is."""
+
+
 class StepContext(MutableMapping[str, Any]):
     """The context of one profile. `context.job` and `context["job"]` are the same entry.
 
@@ -127,28 +125,26 @@ class StepContext(MutableMapping[str, Any]):
     run in order. Raises ContextKeyError for entries that are not set, UsageError for an unknown status.
     """
 
-    config: Slot[Config] = Slot(None, "the configuration")
-    settings: Slot[Settings] = Slot(None, "its keys with their types")
-    runner: Slot[RunnerSection] = Slot(None, "the keys of this profile")
-    runner_name: Slot[str] = Slot(None, "the profile's name")
-    is_infer: Slot[bool] = Slot(None, "True if it evaluates stored epochs instead of training")
-    run_dir: Slot[str] = Slot(
-        None, "the run directory of a profile that trains; for `infer`, the location of the epochs"
-    )
-    job_options: Slot[dict[str, Any]] = Slot(None, "options of JobRunner")
-    classes: Slot[Classes] = Slot(None, "the user's classes, loaded")
-    env: Slot[Mapping[str, Any]] = Slot(None, "the whole configuration as plain values")
-    config_yaml: Slot[str] = Slot(None, "the file it was read from")
-    workspace: Slot[Path] = Slot(None, "the directory that paths are relative to")
-    rank: Slot[int] = Slot(None, "the number of this process")
-    world_size: Slot[int] = Slot(None, "how many processes there are")
-    engine: Slot[str] = Slot(None, "`single`, or `cluster` with several processes")
-    session: Slot[SessionBase] = Slot("setup", "the processes of the job")
-    device: Slot[Any] = Slot("setup", "the torch.device of this process")
-    phases: Slot[dict[str, PhaseState]] = Slot("build", "models, data and optimizers by phase")
-    job: Slot[Job] = Slot("build", "the training job; only if the profile trains")
-    epochs: Slot[tuple[int, ...]] = Slot("start", "the epochs that `infer` evaluates")
-    result: Slot[Any] = Slot("loop", "a RunResult; for `infer` the rows, one dict per epoch")
+    config: Config
+    settings: Settings
+    runner: RunnerSection
+    runner_name: str
+    is_infer: bool
+    run_dir: str
+    job_options: dict[str, Any]
+    classes: Classes
+    env: Mapping[str, Any]
+    config_yaml: str
+    workspace: Path
+    rank: int
+    world_size: int
+    engine: str
+    session: SessionBase
+    device: Any
+    phases: dict[str, PhaseState]
+    job: Job
+    epochs: tuple[int, ...]
+    result: Any
 
     def __init__(self, **given: Any) -> None:
         self._held: dict[str, Any] = dict(given)
@@ -160,21 +156,13 @@ class StepContext(MutableMapping[str, Any]):
         """Create the context that a profile's steps begin with; `more` holds entries that differ."""
         env = read_launch_env()
         given = {
-            "config": config,
-            "settings": config.settings,
-            "runner": runner,
-            "runner_name": runner.name,
-            "is_infer": runner.infers,
-            "run_dir": run_dir,
-            "job_options": {},
-            "classes": classes,
-            "env": config.resolved,
-            "config_yaml": config.name,
-            "workspace": config.workspace,
-            "rank": env.rank,
-            "world_size": env.world_size,
+            "config": config, "settings": config.settings, "env": config.resolved,
+            "config_yaml": config.name, "workspace": config.workspace,
+            "runner": runner, "runner_name": runner.name, "is_infer": runner.infers,
+            "run_dir": run_dir, "job_options": {}, "classes": classes,
+            "rank": env.rank, "world_size": env.world_size,
             "engine": "single" if env.world_size == 1 else "cluster",
-        }
+        }  # fmt: skip
         return cls(**{**given, **more})
 
     def __getitem__(self, key: str) -> Any:
@@ -185,10 +173,18 @@ class StepContext(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         self._held[key] = status_of(value) if key == "status" else value
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in ENTRIES:
+            raise AttributeError(f"the context has no attribute {name!r}", name=name, obj=self)
+        return self[name]
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "_held" and not isinstance(getattr(type(self), name, None), Slot):
+        if name == "_held":
+            super().__setattr__(name, value)
+        elif name in ENTRIES:
+            self[name] = value
+        else:
             raise UsageError(f'the context has no attribute {name!r}: set your own as context["{name}"]')
-        super().__setattr__(name, value)
 
     def __delitem__(self, key: str) -> None:
         if key not in self._held:
@@ -226,13 +222,12 @@ class StepContext(MutableMapping[str, Any]):
 
     def _missing(self, key: str) -> str:
         """Describe a missing entry and who should have set it."""
-        slot = getattr(type(self), key, None) if isinstance(key, str) else None
-        if isinstance(slot, Slot):
-            who = next((one.class_name for one in STEPS if one.name == slot.setter), "the run")
-            return f"context[{key!r}] ({slot.__doc__}) is not set: the step {slot.setter} ({who}) sets it"
-        declared = [name for name, value in vars(type(self)).items() if isinstance(value, Slot)]
-        near = difflib.get_close_matches(str(key), [*self._held, *declared], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        if key in ENTRIES:
+            setter, text = ENTRIES[key]
+            who = next((one.class_name for one in STEPS if one.name == setter), "the run")
+            return f"context[{key!r}] ({text}) is not set: the step {setter} ({who}) sets it"
+        similar = difflib.get_close_matches(str(key), [*self._held, *ENTRIES], 1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         return f"context[{key!r}] is not set, and no step of torchrelay sets it{hint}; available: {self!r}"
 
 

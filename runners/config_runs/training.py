@@ -49,14 +49,7 @@ class InferenceExport:
     phases: Sequence[str]
     every: int
 
-    def set_params(
-        self,
-        db_prefix: str,
-        db_type: str,
-        node_names: Sequence[str],
-        path_prefix: str | None = None,
-        path_type: str | None = None,
-    ) -> None:
+    def set_params(self, *_: Any, **__: Any) -> None:
         """Do nothing: the run directory is known."""
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
@@ -268,14 +261,10 @@ def _ends(runner: RunnerSection) -> list[Any]:
         ends.append(max_epochs(runner.max_epochs))
     if stop is None:
         return ends
-    if stop.max_steps is not None:
-        ends.append(max_steps(stop.max_steps))
-    if stop.max_time is not None:
-        ends.append(max_time(stop.max_time))
+    ends += [] if stop.max_steps is None else [max_steps(stop.max_steps)]
+    ends += [] if stop.max_time is None else [max_time(stop.max_time)]
     if (early := stop.early_stopping) is not None:
-        ends.append(
-            early_stopping(early.metric, mode=early.mode, patience=early.patience, min_delta=early.min_delta)  # type: ignore[arg-type]
-        )
+        ends.append(early_stopping(**vars(early)))
     return ends
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay import lifecycle
-from torchrelay.runners.config_runs.context import STEPS, StepContext
+from torchrelay.runners.config_runs.context import ENTRIES, STEPS
 from torchrelay.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,6 @@ def test_the_table_of_steps_is_the_order_of_steps() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)`, `(\w+)` \| .* \| (.*)\|$", PAGE, re.MULTILINE)
     assert [row[:3] for row in rows] == [(one.name, one.class_name, one.key) for one in STEPS]
     for name, kind, _, told in rows:
-        sets = [one for one, slot in vars(StepContext).items() if getattr(slot, "setter", None) == name]
+        sets = [one for one, (setter, _) in ENTRIES.items() if setter == name]
         assert re.findall(r"`(\w+)`", told) == sets
         assert callable(getattr(getattr(lifecycle, kind), name))
