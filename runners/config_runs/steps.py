@@ -33,7 +33,6 @@ from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.handlers import SeveralHandlers
 from torchrelay.runners.config_runs.context import PhaseScope, PhaseState, StepContext
 from torchrelay.runners.config_runs.evaluation import agreed_epochs, infer_epochs, load_weights
-from torchrelay.runners.config_runs.growing_data import growing_loader
 from torchrelay.runners.config_runs.processes import session_on
 from torchrelay.runners.config_runs.selection import (
     device_of,
@@ -46,6 +45,7 @@ from torchrelay.runners.config_runs.selection import (
 from torchrelay.runners.config_runs.training import inference_export, train_job, with_onnx
 from torchrelay.runners.config_runs.user_objects import (
     SlotReader,
+    growing_loader,
     made,
     made_dataset,
     made_model,

@@ -33,9 +33,8 @@ from torchrelay.metadata.fs import append_line
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.evaluation import Tally, evaluation, log_tally, metrics_of, moved_batch
-from torchrelay.runners.config_runs.growing_data import GrowingLoader, ends_of_data
 from torchrelay.runners.config_runs.selection import MODEL, keeping, phases_of, reader_path
-from torchrelay.runners.config_runs.user_objects import made, made_dataset
+from torchrelay.runners.config_runs.user_objects import GrowingLoader, ends_of_data, made, made_dataset
 from torchrelay.runners.remote_runs.names import is_remote
 from torchrelay.runners.session.context import Context
 

@@ -337,7 +337,7 @@ class ConfigCommand(BaseCommand):
         steps = None if runner.stop is None else runner.stop.max_steps
         found: dict[str, Any] = {"max_epochs": runner.max_epochs, "max_steps": steps}
         if runner.epochs_per_partition is not None:
-            from torchrelay.runners.config_runs.growing_data import partitions_there
+            from torchrelay.runners.config_runs.user_objects import partitions_there
 
             workspace = self.config.workspace
             datasets = [one for _, one in phases_of(self.config.settings, runner) if one is not None]

@@ -13,7 +13,7 @@ from torchrelay import open_checkpoint
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.session import Solo
 from torchrelay.lifecycle import StepFailedError, run_config
-from torchrelay.runners.config_runs.growing_data import GrowingLoader, PartitionsOver, partitions_there
+from torchrelay.runners.config_runs.user_objects import GrowingLoader, PartitionsOver, partitions_there
 
 TWO_EPOCHS_EACH = ("runner.train1.epochs=null", "runner.train1.epochs_per_partition=2")
 
