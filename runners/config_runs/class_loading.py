@@ -17,7 +17,7 @@ import sys
 import traceback
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from pathlib import Path
 
@@ -164,11 +164,9 @@ def _remedy(error: BaseException, path: ClassPath) -> str:
 
 def _users_part(error: BaseException) -> str:
     """Format the traceback without frames of torchrelay and of the import system."""
-    own = (__file__, "importlib")
+    own = ("importlib", Path(__file__).name)
     step = error.__traceback__
-    while step is not None and any(
-        one in step.tb_frame.f_code.co_filename for one in (own[1], Path(own[0]).name)
-    ):
+    while step is not None and any(one in step.tb_frame.f_code.co_filename for one in own):
         step = step.tb_next
     return "".join(traceback.format_exception(type(error), error, step)).rstrip()
 
@@ -211,10 +209,16 @@ class Unread:
         settings, made_ones, sections = self.config.settings, set[ClassPath](), dict[int, Tracked]()
         for runner, classes in profiles:
             own_steps = any(getattr(runner, step.key) is not None for step in STEPS)
-            if own_steps or not _made_here(self.config, runner, classes):
+            if own_steps:
                 continue
-            made_ones.update(_classes(settings, runner))
-            sections |= {id(one): one for one in sections_of(settings, runner, made_ones)}
+            with suppress(Exception), apart():  # the profile itself will report it, with more context
+                for phase, _ in phases_of(settings, runner):
+                    made(classes.of(phase.model), self.config.section("hyper_parameters"))
+                for dataset in datasets_of(settings, runner):
+                    if (path := reader_path(dataset)) is not None:
+                        made(classes.of(path), dataset)
+                made_ones.update(_classes(settings, runner))
+                sections |= {id(one): one for one in sections_of(settings, runner, made_ones)}
         optimizer = settings.hyper_parameters.optimizer
         for one in () if optimizer is None else (optimizer.arguments,):
             sections.pop(id(one), None)  # all of it is read where the optimizer is made
@@ -236,28 +240,14 @@ class Unread:
         if found and self.strict:
             raise UsageError(str(ConfigError(found, "nothing was trained")))
         if found:
-            nearest = [f", did you mean {one.nearest}?" if one.nearest else "" for one in found]
+            hints = [f", did you mean {one.nearest}?" if one.nearest else "" for one in found]
             keys = ", ".join(
-                f"{one.path} (line {one.origin.place.line}{near})"
-                for one, near in zip(found, nearest, strict=True)
+                f"{one.path} (line {one.origin.place.line}{hint})"
+                for one, hint in zip(found, hints, strict=True)
             )
             sys.stderr.write(
                 f"torchrelay: {self.config.name}: keys never read: {keys} (an error with --strict-config)\n"
             )
-
-
-def _made_here(config: Config, runner: RunnerSection, classes: Classes) -> bool:
-    """Build a profile's models and readers once; True if that succeeded."""
-    try:
-        with apart():
-            for phase, _ in phases_of(config.settings, runner):
-                made(classes.of(phase.model), config.section("hyper_parameters"))
-            for dataset in datasets_of(config.settings, runner):
-                if (path := reader_path(dataset)) is not None:
-                    made(classes.of(path), dataset)
-    except Exception:  # the profile itself will report it, with more context
-        return False
-    return True
 
 
 def sections_of(

@@ -11,6 +11,7 @@ import heapq
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -156,13 +157,6 @@ class PredictionFile:
         writer.writerow([json.dumps(one) if isinstance(one, (list, dict)) else one for one in cells])
 
 
-def write_text(path: str, text: str) -> None:
-    """Write a small file or URL at once."""
-    system, root = _opened(path)
-    with system.open(root, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-
-
 def _opened(path: str) -> tuple[Any, str]:
     """Return the file system of a path or URL, and the path in it."""
     if is_url(path):
@@ -265,16 +259,12 @@ def load_weights(
     The runner's `init_prefix`, `init_rename`, `init_strict` and `init_optimizer` select the content. Raises
     UsageError if nothing there matches the phase, BlobError if it does not fit.
     """
-    if Path(where).is_file():
-        names: Collection[str] = FileSource(open_blob_file(where)).kinds()
-        source = _source(phase, settings, runner, where, names)
-        objects, rename = _wanted(phase, runner, source)
-        load_into(where, objects, rename=rename, strict=runner.init_strict)
-        return
-    checkpoint = open_checkpoint(where, epoch=epoch)
-    source = _source(phase, settings, runner, where, list(checkpoint.blobs))
+    checkpoint = None if Path(where).is_file() else open_checkpoint(where, epoch=epoch)
+    stored = FileSource(open_blob_file(where)).kinds() if checkpoint is None else checkpoint.blobs
+    source = _source(phase, settings, runner, where, list(stored))
     objects, rename = _wanted(phase, runner, source)
-    checkpoint.load_saved(objects, rename=rename, strict=runner.init_strict)
+    load = partial(load_into, where) if checkpoint is None else checkpoint.load_saved
+    load(objects, rename=rename, strict=runner.init_strict)
 
 
 def _source(
@@ -378,7 +368,12 @@ def infer_epochs(context: StepContext) -> list[Row]:
 def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> Row:
     """Load and evaluate one epoch; returns its row."""
     peers = context.session.peers
-    together(peers, f"load epoch {epoch}", lambda: _load(context, epoch))
+
+    def load() -> None:
+        for phase in context.phases.values():
+            load_weights(phase, context.settings, context.runner, context.run_dir, epoch)
+
+    together(peers, f"load epoch {epoch}", load)
     several = len(context.phases) > 1
     for phase in context.phases.values():
         group = TaskGroup(name=f"infer {phase.name}")
@@ -390,21 +385,14 @@ def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> 
     return {"runner": context.runner_name, "epoch": epoch, **context.session.reduce_metrics()}
 
 
-def _load(context: StepContext, epoch: int) -> None:
-    """Load an epoch into the models of all phases."""
-    for phase in context.phases.values():
-        load_weights(phase, context.settings, context.runner, context.run_dir, epoch)
-
-
 def _report(context: StepContext, rows: list[Row]) -> None:
     """Print the newest row, and rewrite the metrics file if there is one."""
     shown = {name: value for name, value in rows[-1].items() if name not in ("runner", "epoch")}
     text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(shown.items()))
     print(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}", flush=True)
     if context.runner.metrics_path is not None:
-        finite_rows = [
-            {name: finite(one) if isinstance(one, float) else one for name, one in row.items()}
-            for row in rows
-        ]
-        lines = "".join(json.dumps(row) + "\n" for row in finite_rows)
-        write_text(context.runner.metrics_path, lines)
+        system, root = _opened(context.runner.metrics_path)
+        with system.open(root, "w", encoding="utf-8", newline="\n") as file:
+            for row in rows:
+                named = {name: finite(one) if isinstance(one, float) else one for name, one in row.items()}
+                file.write(json.dumps(named) + "\n")

@@ -57,7 +57,7 @@ from torchrelay.runners.config_runs.selection import (
 )
 from torchrelay.runners.config_runs.training import runner_options
 from torchrelay.runners.config_runs.user_objects import made
-from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
+from torchrelay.runners.distributed.environment import current_world, read_launch_env
 from torchrelay.runners.remote_runs.local_copies import mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.training.exit import code_of_result
@@ -145,9 +145,6 @@ def _users_part(error: BaseException) -> TracebackType | None:
     return step or error.__traceback__
 
 
-JobOptions = Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class ProfileResult:
     """Result of a profile: a RunResult, or for `infer` one row (dict) per epoch.
@@ -177,7 +174,7 @@ def run_config(
     mode: Sequence[str] | None = None,
     *,
     run_dir: str | Callable[[], str] | None = None,
-    job_options: JobOptions | None = None,
+    job_options: Mapping[str, Any] | None = None,
     strict: bool = False,
 ) -> ConfigResult:
     """Run the profiles of `mode` (None: those of the configuration) one after another.
@@ -226,8 +223,13 @@ def run_config(
         where = run_dir() if callable(run_dir) else run_dir
         done = list[ProfileResult]()
         for at, (runner, classes) in enumerate(zip(chosen, loaded, strict=True)):
-            profile = _Profile(config, runner, classes, where, job_options or {}, unread)
-            done.append(profile.run(env, [one.name for one in chosen[at + 1 :]]))
+            later = [one.name for one in chosen[at + 1 :]]
+            if runner.kind == LOCAL_TRAIN and not env.launched and runner.worker_num > 1:
+                _run_local_ranks(config, runner, where, later, strict=strict)
+                done.append(ProfileResult(runner.name))
+                continue
+            with apart():
+                done.append(_run_here(config, runner, classes, where, job_options or {}, unread, later))
             result = done[-1].result
             if isinstance(result, RunResult) and (code := code_of_result(result)):
                 return ConfigResult(tuple(done), code)
@@ -316,59 +318,50 @@ def _loaded(config: Config, runner: RunnerSection, stack: ExitStack) -> Classes:
         return load_classes(config.settings, runner, loader)
 
 
-@dataclass(frozen=True)
-class _Profile:
-    """One profile, prepared to run."""
+def _run_here(
+    config: Config,
+    runner: RunnerSection,
+    classes: Classes,
+    run_dir: str | None,
+    job_options: Mapping[str, Any],
+    unread: Unread,
+    later: Sequence[str],
+) -> ProfileResult:
+    """Run a profile in this process."""
+    settings = config.settings
+    place = epochs_place if runner.infers else run_directory_of
+    own = run_dir if not runner.infers or is_of_training(settings, runner) else None
+    where, options = own or place(settings, runner), dict[str, Any]()
+    if not runner.infers:
+        options = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
+        options |= {**runner_options(runner, where), **replayed(settings, runner), **job_options}
+    context = StepContext.of(config, runner, where, classes, job_options=options)
 
-    config: Config
-    runner: RunnerSection
-    classes: Classes
-    run_dir: str | None
-    job_options: JobOptions
-    unread: Unread
+    def report_unread(context: StepContext) -> None:
+        session = context.get("session")
+        unread.report(runner, Solo() if session is None else session.peers)
 
-    def run(self, env: LaunchEnv, later: Sequence[str]) -> ProfileResult:
-        """Run the profile in this process, or on processes of its own."""
-        if self.runner.kind == LOCAL_TRAIN and not env.launched and self.runner.worker_num > 1:
-            return self._on_local_ranks(later)
-        settings, runner, config = self.config.settings, self.runner, self.config
-        place = epochs_place if runner.infers else run_directory_of
-        own = self.run_dir if not runner.infers or is_of_training(settings, runner) else None
-        where, options = own or place(settings, runner), {}
-        if not runner.infers:
-            known = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
-            options = {**known, **runner_options(runner, where), **replayed(settings, runner)}
-            options |= self.job_options
-        context = StepContext.of(config, runner, where, self.classes, job_options=options)
+    world_stays = read_launch_env().launched or current_world() is not None
+    try:
+        ran = run_steps(context, later, report_unread)
+        return ProfileResult(runner.name, context.get("result"), ran)
+    finally:
+        if (session := context.get("session")) is not None:
+            release(session, world_stays=world_stays)
 
-        def report_unread(context: StepContext) -> None:
-            session = context.get("session")
-            self.unread.report(runner, Solo() if session is None else session.peers)
 
-        world_stays = env.launched or current_world() is not None
-        with apart():
-            try:
-                ran = run_steps(context, later, report_unread)
-                return ProfileResult(self.runner.name, context.get("result"), ran)
-            finally:
-                if (session := context.get("session")) is not None:
-                    release(session, world_stays=world_stays)
-
-    def _on_local_ranks(self, later: Sequence[str]) -> ProfileResult:
-        """Start local ranks by torchrun and wait for them."""
-        overrides = self.config.overrides.texts
-        command = command_of(
-            self.config.name, overrides, self.runner.name, self.runner.worker_num, self.run_dir
-        )
-        command += ["--strict-config"] if self.unread.strict else []
-        try:
-            run_local_ranks(command)
-        except Exception as error:
-            if isinstance(error, LocalRanksError):
-                # Only the run knows the exit code: torchrun exits with code 1 for any failure.
-                place = self.run_dir or run_directory_of(self.config.settings, self.runner)
-                run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
-                if run.status().get("state") == "PREEMPTED":
-                    error.exit_code = PreemptedError.exit_code
-            raise StepFailedError(self.runner.name, step_named("loop"), error, later) from error
-        return ProfileResult(self.runner.name)
+def _run_local_ranks(
+    config: Config, runner: RunnerSection, run_dir: str | None, later: Sequence[str], *, strict: bool
+) -> None:
+    """Run a profile on processes of its own, started by torchrun."""
+    command = command_of(config.name, config.overrides.texts, runner.name, runner.worker_num, run_dir)
+    try:
+        run_local_ranks([*command, "--strict-config"] if strict else command)
+    except Exception as error:
+        if isinstance(error, LocalRanksError):
+            # Only the run knows the exit code: torchrun exits with code 1 for any failure.
+            place = run_dir or run_directory_of(config.settings, runner)
+            run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
+            if run.status().get("state") == "PREEMPTED":
+                error.exit_code = PreemptedError.exit_code
+        raise StepFailedError(runner.name, step_named("loop"), error, later) from error

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -158,24 +158,16 @@ class Meter:
 
     interval: int
     ranks: int = 1
-    clock: Callable[[], float] = time.perf_counter
     steps: int = 0
     _since: float = 0.0
     _data_secs: float = 0.0
     _samples: int = 0
-    _values: dict[str, Any] = field(default_factory=dict)
 
     def over(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterate over the batches; waiting for them counts as data time."""
-        source = iter(batches)
         self._begin()
-        while True:
-            asked = self.clock()
-            try:
-                batch = next(source)
-            except StopIteration:
-                return
-            self._data_secs += self.clock() - asked
+        for secs, batch in _timed(batches):
+            self._data_secs += secs
             yield batch
 
     def step(self, samples: int, values: Mapping[str, Any]) -> str | None:
@@ -185,7 +177,7 @@ class Meter:
         if self.steps % self.interval:
             return None
         shown = [f"{name} {float(value):.6g}" for name, value in values.items()]  # waits for the device
-        secs = max(self.clock() - self._since, 1e-9)
+        secs = max(time.perf_counter() - self._since, 1e-9)
         timing = (
             f"{secs / self.interval * _MILLI:.2f} ms/step, "
             f"data {self._data_secs / self.interval * _MILLI:.2f} ms, {self._samples / secs:.0f} samples/s"
@@ -195,7 +187,19 @@ class Meter:
 
     def _begin(self) -> None:
         """Begin the next interval."""
-        self._since, self._data_secs, self._samples = self.clock(), 0.0, 0
+        self._since, self._data_secs, self._samples = time.perf_counter(), 0.0, 0
+
+
+def _timed(batches: Iterable[Any]) -> Iterator[tuple[float, Any]]:
+    """Yield the batches, each with the seconds that it was waited for."""
+    source = iter(batches)
+    while True:
+        asked = time.perf_counter()
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        yield time.perf_counter() - asked, batch
 
 
 _SHOWN = 15
@@ -205,20 +209,15 @@ _PERCENT = 100.0
 
 def watched(batches: Iterable[Any], steps: int, tell: Callable[[str], None]) -> Iterator[Any]:
     """Iterate over the batches; profile the first `steps` of them and pass report lines to `tell`."""
-    source, data_secs, taken = iter(batches), 0.0, 0
+    source, data_secs, taken = _timed(batches), 0.0, 0
     known = torch.profiler.ProfilerActivity
     activities = [known.CPU, *([known.CUDA] if torch.cuda.is_available() else [])]
     profiler = torch.profiler.profile(activities=activities, acc_events=True)
     began = time.perf_counter()
     profiler.start()
     try:
-        while taken < steps:
-            asked = time.perf_counter()
-            try:
-                batch = next(source)
-            except StopIteration:
-                break
-            data_secs += time.perf_counter() - asked
+        for waited, batch in islice(source, steps):
+            data_secs += waited
             taken += 1
             yield batch
     finally:
@@ -226,7 +225,7 @@ def watched(batches: Iterable[Any], steps: int, tell: Callable[[str], None]) -> 
         secs = time.perf_counter() - began
         for line in _lines(profiler.key_averages(), taken, data_secs / max(secs, 1e-9)):
             tell(line)
-    yield from source
+    yield from (batch for _, batch in source)
 
 
 def _lines(rows: Iterable[Any], steps: int, share_of_data: float) -> Iterator[str]:
@@ -296,27 +295,25 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
     """Return the task that trains a phase for one epoch."""
     unwatched = context.settings.debug
 
-    def watch(ctx: Context) -> Iterable[Any]:
-        """With `debug` the first steps of this start are looked at."""
-        nonlocal unwatched
-        steps = ctx.steps(phase.loader)
-        if not unwatched or ctx.rank != 0:
-            return steps
-        unwatched = False
-        of_what = f"{context.runner_name} epoch {ctx.epoch} {phase.name} debug"
-        return watched(steps, context.runner.print_interval, lambda line: print(of_what, line, flush=True))
-
     def train(ctx: Context) -> None:
+        nonlocal unwatched
         phase.trained.train()
-        meter, tally = Meter(context.runner.print_interval, phase.loader.world), Tally(phase.model)
+        interval, name = (
+            context.runner.print_interval,
+            f"{context.runner_name} epoch {ctx.epoch} {phase.name}",
+        )
+        meter, tally = Meter(interval, phase.loader.world), Tally(phase.model)
         if isinstance(phase.loader, GrowingLoader):
             phase.loader.look(ctx.session.peers)
-        for batch in meter.over(watch(ctx)):
+        batches = ctx.steps(phase.loader)
+        if unwatched and ctx.rank == 0:  # the first steps of this start
+            unwatched = False
+            batches = watched(batches, interval, lambda line: print(f"{name} debug {line}", flush=True))
+        for batch in meter.over(batches):
             values = train_step(phase, ctx, batch, tally)
             line = meter.step(batch.count, values)
             if line is not None and ctx.rank == 0:
-                where = f"{context.runner_name} epoch {ctx.epoch} {phase.name} step {ctx.step}"
-                print(f"{where}: {line}", flush=True)
+                print(f"{name} step {ctx.step}: {line}", flush=True)
             _keep(context, phase, ctx, values)
         log_tally(phase, ctx, tally)
         phase.step_scheduler(epoch=True)
