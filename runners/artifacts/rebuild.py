@@ -225,7 +225,6 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
 
 
 def _by_factory(factory: Callable[[], Any]) -> BuiltModel:
-    """Call the user's function and check what it returns."""
     made = factory()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -234,7 +233,6 @@ def _by_factory(factory: Callable[[], Any]) -> BuiltModel:
 
 
 def _by_configuration(archives: Archives, config: Config, blob: str | None) -> Rebuilt:
-    """Build the model of a phase of the training profile; data are read from their recorded paths."""
     runner = next((one for one in config.settings.runner if not one.infers), config.settings.runner[0])
     phases = {f"{phase.name}.{MODEL}": phase.name for phase, _ in phases_of(config.settings, runner)}
     chosen = blob or (next(iter(phases)) if len(phases) == 1 else None)
@@ -310,7 +308,6 @@ def _chosen(run: Path, wish: int | None) -> tuple[int, Path]:
 def _replayed(
     run: Path, epoch: int, name: str, call: Mapping[str, Any], recorded: Mapping[str, Any], archives: Archives
 ) -> Replayed:
-    """Rebuild one module, repeat its recorded call and compare the outputs."""
     settings = call["settings"]
     if not isinstance(settings, dict):
         raise TypeError("its settings are not a mapping")
@@ -345,7 +342,6 @@ def _not_reproduced(archives: Archives, differs: Mapping[str, Any]) -> tuple[str
 
 
 def _difference(then: Any, now: Any, outputs: list[torch.Tensor], found: list[torch.Tensor]) -> str:
-    """Describe how the outputs differ; empty if they are identical."""
     if then != now or len(outputs) != len(found):
         return "the outputs have a different structure"
     texts = []
@@ -364,5 +360,4 @@ def _difference(then: Any, now: Any, outputs: list[torch.Tensor], found: list[to
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Format dtype and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

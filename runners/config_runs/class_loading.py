@@ -148,7 +148,6 @@ def _checked(found: type, method: str, older: str, path: ClassPath) -> type:
 
 
 def _key(path: ClassPath) -> str:
-    """Return the dictionary key of a class path."""
     return f"{path.file or path.module}:{path.name}"
 
 
@@ -264,7 +263,6 @@ def sections_of(
 
 
 def _classes(settings: Settings, runner: RunnerSection) -> Iterator[ClassPath]:
-    """Yield the user's classes that a profile uses."""
     yield from (phase.model for phase, _ in phases_of(settings, runner))
     yield from (path for one in datasets_of(settings, runner) if (path := reader_path(one)) is not None)
     yield from (path for step in STEPS if (path := getattr(runner, step.key)) is not None)

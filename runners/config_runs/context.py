@@ -221,7 +221,6 @@ class StepContext(MutableMapping[str, Any]):
         self.session.peers.exchange("barrier of a step", None)
 
     def _missing(self, key: str) -> str:
-        """Describe a missing entry and who should have set it."""
         if key in ENTRIES:
             setter, text = ENTRIES[key]
             who = next((one.class_name for one in STEPS if one.name == setter), "the run")

@@ -135,15 +135,12 @@ class PredictionFile:
         self._system.mv(f"{self._root}.part", self._root)
 
     def _part(self, rank: int) -> str:
-        """Return the path of a rank's part."""
         return f"{self._root}.rank{rank}.part"
 
     def _open(self) -> None:
-        """Open the temporary output file."""
         self._out = self._system.open(f"{self._root}.part", "w", encoding="utf-8", newline="")
 
     def _write(self, row: Row) -> None:
-        """Append one row as JSON or CSV."""
         if self._out is None:
             self._open()
         if self.form == "jsonl":
@@ -199,10 +196,7 @@ def evaluation(
 
 
 def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally, names: set[str]) -> Any:
-    """Evaluate one batch; a rank without a sample computes one that does not count.
-
-    Adds the names of all metrics to `names`.
-    """
+    """Evaluate one batch; a rank without a sample computes one that does not count. Adds to `names`."""
     moved = moved_batch(batch, ctx.device)
     outputs = phase.model(moved)
     tally.add(outputs, moved)
@@ -366,7 +360,6 @@ def infer_epochs(context: StepContext) -> list[Row]:
 
 
 def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> Row:
-    """Load and evaluate one epoch; returns its row."""
     peers = context.session.peers
 
     def load() -> None:
@@ -386,7 +379,6 @@ def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> 
 
 
 def _report(context: StepContext, rows: list[Row]) -> None:
-    """Print the newest row, and rewrite the metrics file if there is one."""
     shown = {name: value for name, value in rows[-1].items() if name not in ("runner", "epoch")}
     text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(shown.items()))
     print(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}", flush=True)

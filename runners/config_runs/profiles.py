@@ -248,7 +248,6 @@ def check_keys(config: Config) -> None:
 
 
 def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerSection]:
-    """Return the profiles to run; raises UsageError for unknown names and for none."""
     known = {one.name: one for one in config.settings.runner}
     for name in mode or ():
         if name not in known:
@@ -297,7 +296,6 @@ def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
 
 
 def _check_found(key: str, where: str, epoch: int | str | None) -> None:
-    """Raise an error if the run or the epoch does not exist."""
     if not Path(where).exists():
         raise UsageError(
             f"{key}: {where} does not exist, and no earlier runner of `mode` writes it: correct the path or "
@@ -327,7 +325,6 @@ def _run_here(
     unread: Unread,
     later: Sequence[str],
 ) -> ProfileResult:
-    """Run a profile in this process."""
     settings = config.settings
     place = epochs_place if runner.infers else run_directory_of
     own = run_dir if not runner.infers or is_of_training(settings, runner) else None
@@ -353,7 +350,6 @@ def _run_here(
 def _run_local_ranks(
     config: Config, runner: RunnerSection, run_dir: str | None, later: Sequence[str], *, strict: bool
 ) -> None:
-    """Run a profile on processes of its own, started by torchrun."""
     command = command_of(config.name, config.overrides.texts, runner.name, runner.worker_num, run_dir)
     try:
         run_local_ranks([*command, "--strict-config"] if strict else command)

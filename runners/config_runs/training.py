@@ -186,7 +186,6 @@ class Meter:
         return ", ".join([*shown, timing])
 
     def _begin(self) -> None:
-        """Begin the next interval."""
         self._since, self._data_secs, self._samples = time.perf_counter(), 0.0, 0
 
 
@@ -253,7 +252,6 @@ def train_job(context: StepContext) -> Job:
 
 
 def _ends(runner: RunnerSection) -> list[Any]:
-    """Return the stop conditions of a runner."""
     stop, ends = runner.stop, list[Any]()
     if runner.max_epochs is not None:
         ends.append(max_epochs(runner.max_epochs))

@@ -116,7 +116,6 @@ def sample_error(dataset: Dataset, index: int, error: Exception) -> Exception:
 
 
 def _failed(key: str, place: str, error: Exception) -> ReaderFailedError:
-    """Make a ReaderFailedError with the traceback of the user's frames."""
     trace = "".join(traceback.format_exception(type(error), error, _behind_here(error))).rstrip()
     return ReaderFailedError(f"{key}: the reader failed {place}:\n{trace}")
 
@@ -150,7 +149,6 @@ def _behind_here(error: Exception) -> TracebackType | None:
 
 
 def _files(dataset: Dataset) -> list[str]:
-    """List the files of a dataset, with directories expanded."""
     found: list[str] = []
     for text in dataset.data_path:
         path = Path(text)
@@ -266,7 +264,6 @@ class SlotReader:
         return {**found, **{name: torch.stack([one[name] for one in samples]) for name in self._dense}}
 
     def _sized(self, word: str) -> tuple[str, tuple[int, ...]]:
-        """Parse the name and the sizes of a dense slot."""
         said = _DENSE.fullmatch(word)
         if said is None:
             raise UsageError(
@@ -275,7 +272,6 @@ class SlotReader:
         return said["name"], tuple(int(one) for one in said["sizes"].split(","))
 
     def _sample(self, words: Sequence[str], place: str) -> Sample:
-        """Parse the words of one line into a sample."""
         values: dict[str, list[Any]] = {name: [] for name in (*self._sparse, *self._dense)}
         for word in words:
             name, colon, text = word.rpartition(":")
@@ -293,7 +289,6 @@ class SlotReader:
 
 
 def _number(text: str, *, dense: bool, place: str, word: str) -> float:
-    """Parse a slot value; raises UsageError naming the place."""
     try:
         return float(text) if dense else int(text)
     except ValueError:
@@ -377,7 +372,6 @@ class GrowingLoader(EpochLoader):
         return super()._batches(*args)
 
     def _open(self, epoch: int | None = None) -> None:
-        """Open the files of an epoch; raises UsageError if there are none."""
         epoch, chosen = self.epoch if epoch is None else epoch, self.known
         if self.per_partition is not None:
             at = epoch // self.per_partition
@@ -417,7 +411,6 @@ _NOTHING_YET = [None]
 
 
 def _below(path: Path) -> list[Path]:
-    """List the files below a directory, except hidden ones."""
     found = (one for one in path.rglob("*") if one.is_file())
     return sorted(
         one for one in found if not any(part.startswith(".") for part in one.relative_to(path).parts)

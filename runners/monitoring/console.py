@@ -140,7 +140,6 @@ class Output:
 
 
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Build a table for a terminal, with styles by the words of a row."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -182,7 +181,6 @@ def _object(value: Mapping[str, Any]) -> str:
 
 
 def _listed(value: Any) -> str:
-    """Format one value of an object."""
     if not isinstance(value, list) or not any(isinstance(one, (dict, list)) for one in value):
         return _json(value)
     return "[\n" + ",\n".join(f"  {_json(one)}" for one in value) + "\n ]"
@@ -200,7 +198,6 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have by text."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -209,7 +206,6 @@ def _finite(value: Any) -> Any:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pad the cells of each column to one width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in padded]
@@ -290,7 +286,6 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def _verb(self) -> str:
-        """The subcommand as it was typed."""
         return " ".join(self.prog.split()[1:]) or self.prog
 
 
@@ -304,7 +299,6 @@ def _verbs(parser: argparse.ArgumentParser, before: str = "") -> Iterator[str]:
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
-    """Suggest names that end in this word or are spelled similarly."""
     from difflib import get_close_matches
 
     found = [one for one in known if one.split()[-1] == word] or get_close_matches(

@@ -184,7 +184,6 @@ class WorkInPlace:
             self._width = 0
 
     def _put(self, text: str) -> None:
-        """Write to the stream; a closed stream is ignored."""
         with suppress(OSError, ValueError):  # the stream was closed
             self._stream.write(text)
             self._stream.flush()
@@ -374,12 +373,10 @@ class Progress:
     # Lines
 
     def _print_waiting(self) -> None:
-        """Print the pending lines of epochs."""
         while self._waiting:
             self._say(self._waiting.popleft())
 
     def _say(self, current: ProgressState) -> None:
-        """Print and log one state."""
         self._printed_at = time.monotonic()
         self.log.line(current.line)
         self._print(current.line)
@@ -404,13 +401,11 @@ class Progress:
 
     @property
     def _out(self) -> TextIO | None:
-        """The output stream."""
         return self._stream or sys.stderr
 
     # The thread
 
     def _watch(self) -> None:
-        """Run the thread."""
         noted, odd = time.monotonic(), False
         while not self._over:
             self._wake.wait(LOOK_SECS if self._bar is None else BAR_SECS)
@@ -466,11 +461,9 @@ class Progress:
 
     @property
     def _done(self) -> int:
-        """Number of finished epochs."""
         return max(self._epochs_done, self._state.epoch - 1) if self._state is not None else 0
 
     def _current(self) -> ProgressState:
-        """Return the current state."""
         state = self._state
         if state is None:
             return ProgressState()
@@ -489,7 +482,6 @@ class Progress:
         )
 
     def _left(self, state: RunState) -> int | None:
-        """Return the remaining steps or epochs."""
         last, total = self._last_epoch, state.total_steps
         if total:
             return steps_left(state.epoch, state.step, state.steps_of_epoch, last, total, state.limit_steps)

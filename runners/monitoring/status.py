@@ -111,7 +111,6 @@ def _read(read: Any) -> tuple[dict[str, Any], str]:
 
 
 def _whole_numbers(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the values that are integers."""
     return {name: found[name] for name in names if type(found.get(name)) is int}
 
 
@@ -151,7 +150,6 @@ def _from_lines(path: Path, attempt: int, generation: int | None, now: float) ->
 
 
 def _slowest(save: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return the slowest node of a save, with its seconds."""
     nodes = save.get("nodes")
     for node in nodes if isinstance(nodes, list) else []:
         slowest = isinstance(node, dict) and node.get("node") == save.get("slowest")
@@ -245,7 +243,6 @@ def standing(run: Path) -> Standing:
 
 
 def _word(run: Path, status: Mapping[str, Any], epoch: int | None) -> tuple[Word, str]:
-    """Return the state and a reason."""
     state, stop = status.get("state"), status.get("stop")
     reasons = ", ".join(map(str, stop)) if isinstance(stop, list) else ""
     if state == "RUNNING":

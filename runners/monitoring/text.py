@@ -207,7 +207,6 @@ class ProgressState:
 
     @property
     def _pairs(self) -> list[str]:
-        """Metrics as texts, at most `_METRICS`."""
         shown = sorted(self.metrics.items())
         return [f"{name} {value:.4g}" for name, value in shown[:_METRICS]] + ["..."] * bool(shown[_METRICS:])
 

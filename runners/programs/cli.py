@@ -165,10 +165,7 @@ def perform(request: VerbRequest, program: type[Program] | None = None) -> int:
 
 
 def _run_archived(command: BaseCommand) -> int | None:
-    """Run the subcommand with archived code and return its exit code; None if nothing has changed.
-
-    Raises UsageError for a run whose source or configuration was not archived.
-    """
+    """Run the subcommand with archived code; returns its exit code, None if nothing has changed."""
     request, program = command.request, command.program
     run = command.store.find(request.run_id or "")
     option, given = ("-o", request.overrides) if program is None else ("-m", request.config)
@@ -194,7 +191,6 @@ def perform_archived(
 
 
 def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
-    """Return the command-line options of a request."""
     words = [*request.paths, "--runs", str(runs)]
     words += ["--epoch", epoch] if epoch is not None else []
     words += ["--out", request.out] if request.out is not None else []

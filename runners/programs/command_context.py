@@ -130,7 +130,6 @@ class BaseCommand:
 
     @cached_property
     def _reported(self) -> set[Path]:
-        """Damaged runs that were already reported."""
         return set()
 
     def known(self) -> list[RunInfo]:
@@ -222,7 +221,6 @@ class BaseCommand:
 
     @staticmethod
     def _take(found: Evaluated, more: Evaluated) -> None:
-        """Merge digests by path."""
         for path, digests in more.items():
             known = found.setdefault(path, {})
             known |= {digest: one or known.get(digest, False) for digest, one in digests.items()}
@@ -370,7 +368,6 @@ class ConfigCommand(BaseCommand):
 
 
 def _the_one(file: str, config: Config) -> RunnerSection:
-    """Return the training profile of the mode, else of the file."""
     found = config.settings.training()
     if len(found) == 1:
         return found[0]
@@ -451,7 +448,6 @@ def _changed(command: BaseCommand, run: ProgramRun | None) -> dict[str, Any] | N
 
 
 def _would(command: BaseCommand) -> dict[str, Any]:
-    """Return what `train` would do now."""
     known = command.known()
     same = [one for one in known if one.identity.same(command.identity)]
     limits = command.limits()
@@ -462,7 +458,6 @@ def _would(command: BaseCommand) -> dict[str, Any]:
 
 
 def _lines(command: BaseCommand, found: dict[str, Any]) -> list[str]:
-    """Format the status for the console."""
     run, changed, would = found["run"], found["changed"], found["train"]
     runs = f"{found['runs']} run{'' if found['runs'] == 1 else 's'}"
     lines = [f"experiment {found['experiment']}: {runs} in {command.store.directory}"]
@@ -487,7 +482,6 @@ def _lines(command: BaseCommand, found: dict[str, Any]) -> list[str]:
 
 
 def _changes(changed: dict[str, Any]) -> list[str]:
-    """Format the changes of code and configuration."""
     lines = []
     files = changed["files"]
     if files is None:

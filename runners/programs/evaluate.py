@@ -107,7 +107,6 @@ def use(command: BaseCommand) -> Used:
 
 
 def _loaded(command: ProgramCommand, used: Used) -> Program:
-    """Create the program with the weights of an epoch."""
     program = command.made()
     set_seed(program.seed)
     program.load_weights(used.path, used.name)
@@ -173,7 +172,6 @@ def _stored(command: BaseCommand, used: Used, config_id: str | None) -> dict[str
 
 
 def _result(used: Used, epoch: int, metrics: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the stored form of a result."""
     return {
         "run": used.run,
         "epoch": epoch,
@@ -188,7 +186,6 @@ def _result(used: Used, epoch: int, metrics: Mapping[str, Any], **more: Any) -> 
 
 
 def _store(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write results to their run."""
     for one in results:
         write_result(Path(used.path), one["epoch"], used.code_id, one)
 
@@ -247,7 +244,6 @@ def _epochs(command: ConfigCommand, used: Used, profiles: Sequence[RunnerSection
 
 
 def _chooses(runner: RunnerSection) -> bool:
-    """Return True if a profile selects epochs itself."""
     of_path = weights_place(runner)[1]
     return runner.epoch is not None or runner.infer_start_epoch is not None or of_path is not None
 
@@ -313,16 +309,12 @@ def _chosen(command: BaseCommand, work: Work, peers: Peers) -> Used:
 
 
 def _finish(command: BaseCommand, used: Used, work: Work, own: Work) -> None:
-    """Record the written files and report the result."""
     _note(used.path, command.contents_of((out for _, out in own), written=True))
     say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {command.request.paths[-1]}")
 
 
 def _used_for(command: BaseCommand, work: Work) -> Used:
-    """On rank 0: choose run and epoch as `use` does, ignoring the input files as source, and record these.
-
-    Raises UsageError for a result that would replace the run's source.
-    """
+    """Choose run and epoch; input files are not source, and no result may replace the source of the run."""
     read = command.contents_of((path for path, _ in work), written=False)
     command.take_evaluated(read)
     used = use(command)
@@ -337,7 +329,6 @@ def _used_for(command: BaseCommand, work: Work) -> Used:
 
 
 def _note(run: str, files: Evaluated) -> None:
-    """Record evaluated files in the run."""
     with suppress(StorageError):  # in a read-only run such files keep counting as source
         note_evaluated(Path(run), files)
 
@@ -388,7 +379,6 @@ def _refuse_to_replace(work: Work, kept: Iterable[Path], data: Iterable[Path]) -
 
 
 def _refused(out: Path, why: str) -> UsageError:
-    """Return the error for a result path."""
     return UsageError(f"{out} {why}: pass another path for the results as the last argument")
 
 
@@ -456,7 +446,6 @@ def _profile(command: ConfigCommand) -> tuple[RunnerSection, Dataset]:
 
 
 def _of(dataset: Dataset, file: Path) -> Dataset:
-    """Return the dataset with this file only."""
     return replace(dataset, data_path=(str(file.absolute()),))
 
 

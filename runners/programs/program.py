@@ -108,13 +108,11 @@ class Samples(ProgramSteps):
             raise ValueError(f"not numbers: {error}") from None
 
     def _as_inputs(self, sample: torch.Tensor) -> torch.Tensor:
-        """Convert integers to floats if the model takes floats."""
         whole = not sample.is_floating_point() and not sample.is_complex() and sample.dtype is not torch.bool
         return sample.to(torch.get_default_dtype()) if whole and self._takes_fractions else sample
 
     @cached_property
     def _takes_fractions(self) -> bool:
-        """True if the example inputs are floats."""
         try:
             inputs = self.example_inputs()[0]
         except Exception:  # no dataset to take an example from
@@ -127,7 +125,6 @@ class Samples(ProgramSteps):
 
 
 def _plain(value: Any) -> Any:
-    """Convert tensors in nested values to lists."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -346,7 +343,6 @@ class Program(Samples):
         return JobRunner(job, where, **(own | self.runner_options() | options))
 
     def _blobs(self) -> dict[str, Any]:
-        """Return the blobs of the job; raises UsageError for reserved names."""
         blobs = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         blobs["loader"] = self.loader if hasattr(self.loader, "state_dict") else None
         more = dict(self.more_state())

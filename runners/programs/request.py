@@ -69,7 +69,6 @@ PORT = 8331
 
 
 def _option(default: Any, metavar: str, text: str) -> Any:
-    """Return a dataclass field with its command-line help."""
     return field(default=default, metadata={"metavar": metavar, "help": text})
 
 
@@ -175,8 +174,6 @@ def port(text: str) -> int:
 
 
 def _positive(kind: Any) -> Any:
-    """Return a parser for numbers above 0."""
-
     def read(text: str) -> Any:
         try:
             value = kind(text)
@@ -290,7 +287,6 @@ def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def _count(text: str) -> int:
-    """Parse an integer above 0."""
     if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 9):
         raise argparse.ArgumentTypeError(f"invalid number {text!r:.40}: expected a whole number, at least 1")
     return int(text)

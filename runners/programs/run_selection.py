@@ -103,7 +103,6 @@ def newest_of(same: Sequence[RunInfo]) -> RunInfo:
 
 
 def _named(run: str, same: Sequence[RunInfo], runs: Sequence[RunInfo]) -> RunInfo:
-    """Return the run named by --run."""
     for one in same:
         if one.id == run:
             return one
@@ -132,7 +131,6 @@ def _of_this_launch(start: TrainRequest, runs: Sequence[RunInfo]) -> RunInfo | N
 
 
 def _of_same(start: TrainRequest, run: RunInfo) -> Chosen:
-    """Decide about a run of the same code and configuration."""
     if start.retrain:
         if run.standing.word == "running":
             raise DirectoryInUseError(f"{run.id} is running: stop it first, or use --force for another run")
@@ -314,7 +312,6 @@ def _of_module(program: type[Any]) -> tuple[Path, Path]:
 
 
 def _checked(name: Any) -> str:
-    """Check the name of an experiment."""
     if not isinstance(name, str) or not name or name.startswith(".") or "/" in name or "\0" in name:
         raise UsageError(f"invalid experiment name {name!r:.80}: expected a valid directory name")
     return name

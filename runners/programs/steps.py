@@ -121,12 +121,10 @@ class Collector:
 
 
 def _keeps(reduction: Reduction) -> bool:
-    """Return True if a reduction needs all single values."""
     return reduction == ALL or callable(reduction)
 
 
 def _flat(values: list[Any]) -> list[float]:
-    """Convert numbers and tensors to one list of floats."""
     found: list[float] = []
     for one in values:
         found.extend(map(float, one.reshape(-1).tolist()) if hasattr(one, "reshape") else [float(one)])
@@ -242,7 +240,6 @@ class FirstCall:
         self._handle = module.register_forward_hook(self._seen, with_kwargs=True)
 
     def _seen(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Record the call."""
         self._handle.remove()
         named = [*zip(_names(module, len(args)), args, strict=True), *kwargs.items()]
         inputs = [spec for name, value in named for spec in _specs(name, value)]
@@ -271,7 +268,6 @@ def _names(module: nn.Module, count: int) -> list[str]:
 
 
 def _specs(name: str, value: Any) -> Iterator[TensorSpec]:
-    """Yield the tensors in a nested value by name."""
     if isinstance(value, torch.Tensor):
         rest = tuple(value.shape)[1:]
         shape: tuple[Size, ...] = (_BATCH, *rest) if value.ndim else ()
@@ -408,17 +404,14 @@ class ProgramSteps(ProgramParts):
 
     @cached_property
     def _periodic(self) -> list[tuple[int, Callable[[Context], Any]]]:
-        """Functions of `every_n_epochs`."""
         return []
 
     @cached_property
     def _collector(self) -> Collector:
-        """The collector of the training."""
         return Collector(self.reductions, Collected())
 
     @property
     def _peers(self) -> Peers:
-        """The ranks of the current session."""
         session = self.session
         return session.peers if session is not None else Solo()
 
@@ -430,7 +423,6 @@ class ProgramSteps(ProgramParts):
         self.network = data_parallel(self.model)
 
     def _train_task(self, ctx: Context) -> None:
-        """Run the training task of an epoch."""
         self._collector.collected.drop("train")
         self.epoch(ctx)
         self._finish(ctx, "train")
@@ -438,7 +430,6 @@ class ProgramSteps(ProgramParts):
             self._first_call.write(Path(ctx.run_dir))
 
     def _after_task(self, ctx: Context) -> None:
-        """Run validation, periodic functions and `after_epoch`."""
         self._collector.collected.drop("val")
         if self.validate_every and ctx.epoch % self.validate_every == 0:
             self.validate(ctx)
@@ -449,7 +440,6 @@ class ProgramSteps(ProgramParts):
         self.after_epoch(ctx)
 
     def _finish(self, ctx: Context, stream: str) -> None:
-        """Reduce a stream's metrics, and store unreduced values."""
         stays = self._collector.finish(ctx, stream, ctx.session.peers)
         if stays and ctx.rank == 0 and ctx.run_dir is not None:
             kept = {name: [finite(one) for one in it] for name, it in stays.items()}

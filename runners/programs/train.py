@@ -107,7 +107,6 @@ def train_configuration(command: ConfigCommand) -> int:
     new: list[Path] = []
 
     def make() -> str:
-        """Create the run after all checks have passed."""
         best = None if runner.keep_best is None else (runner.keep_best.metric, runner.keep_best.mode)
         with command.processes() as peers:
             path = _make(command, choice, runner.name, best, peers, peers.size)
@@ -286,7 +285,6 @@ def _fit_configuration(command: ConfigCommand, run: Path, epoch: str) -> None:
 
 
 def _fit_program(command: ProgramCommand, run: Path, epoch: str) -> None:
-    """Load an epoch into a new object of the program."""
     program = command.made()
     options = program.runner_options()
     given = [options.get(key) or () for key in ("resume_exclude", "exclude")]

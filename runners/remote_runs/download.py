@@ -70,7 +70,6 @@ class RunFiles(ObjectStorage):
         return self._try("list", path, look)
 
     def _listed(self, entry: Mapping[str, Any], name: str) -> Listed:
-        """Convert an entry of fsspec."""
         link = bool(entry.get("islink")) or entry.get("type") in ("link", "other")
         folder = entry.get("type") == "directory" and not link
         size = int(entry.get("size") or 0)

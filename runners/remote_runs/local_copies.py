@@ -92,7 +92,6 @@ class Mirror:
         return sorted(self._below("", depth))[:MOST_RUNS]
 
     def _below(self, folder: str, depth: int) -> Iterator[str]:
-        """Yield names of runs in a folder."""
         for one in self.files.entries(folder):
             if not one.folder or one.name.startswith(".") or not is_name(one.name):
                 continue
@@ -104,7 +103,6 @@ class Mirror:
                 yield from self._below(name, depth - 1)
 
     def _bring(self, below: str, path: Path, wanted: Wanted) -> None:
-        """Download changed files and delete those that are gone."""
         files = _Below(self.files, below)
         path.mkdir(parents=True, exist_ok=True)
         found, left_out = found_in(files, lambda name: wanted(name) and not name.startswith(f"{LOGS}/"))
@@ -145,8 +143,6 @@ class Mirror:
 
 
 class _Below(RunFiles):
-    """The files of a run at a name below another location."""
-
     def __init__(self, files: RunFiles, below: str) -> None:
         root = files._name(below) if below else files.root
         url = f"{files.url}/{below}".rstrip("/")
@@ -289,7 +285,6 @@ class WorkspaceLock:
             os.close(descriptor)
 
     def _locked(self) -> bool:
-        """Try to lock; return whether that succeeded."""
         if self._descriptor is None:
             return False
         try:
@@ -355,7 +350,6 @@ def check_store(files: RunFiles, peers: Peers, place: NodePlace) -> None:
 
 
 def _appears(files: RunFiles, probe: str) -> bool:
-    """Wait for a file in the store; return whether it appeared."""
     until = time.monotonic() + VISIBLE_WITHIN_SECS
     while True:
         if files.stat(probe) is not None:

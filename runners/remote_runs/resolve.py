@@ -63,7 +63,6 @@ def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None
 
 
 def _locate_here(text: str) -> RunLocation:
-    """Find a run or checkpoints at a local path."""
     path = existing_directory(text.removeprefix(FILE))
     run, checkpoints = RunDirectory(path), path / "checkpoints"
     if (path / _RUN_FILE).is_file() or has_job(checkpoints):
@@ -74,7 +73,6 @@ def _locate_here(text: str) -> RunLocation:
 
 
 def _locate_at(url: str, *, whole: bool) -> RunLocation:
-    """Find a run or checkpoints at a URL."""
     from torchrelay.runners.remote_runs.local_copies import mirror_of  # imported late: paths need no store
 
     mirror = mirror_of(url)
@@ -144,13 +142,11 @@ def each_run(texts: Sequence[str]) -> list[str]:
 
 
 def _below(text: str) -> str:
-    """Suggest runs below a path, for messages."""
     names = [one.name for one in runs_below(text)]
     return _named(names) if names else ": expected a run directory or its checkpoints"
 
 
 def _named(names: Sequence[str]) -> str:
-    """Suggest runs by name, for messages."""
     if len(names) == 1:
         return f"; it contains the run {names[0]}: use its path"
     more = ", ..." if len(names) > _NAMED_RUNS else ""

@@ -41,7 +41,6 @@ def local_is_newer(name: str, local: Path, brought: Path) -> bool:
 
 
 def _age(path: Path) -> tuple[float, float]:
-    """Return generation and update time of a status file."""
     try:
         found: dict[str, Any] = read_json(path) or {}
     except RelayError:
@@ -52,7 +51,6 @@ def _age(path: Path) -> tuple[float, float]:
 
 
 def _begins_with(longer: Path, shorter: Path) -> bool:
-    """Return True if the first file begins with the content of the second."""
     try:
         with open_regular(longer) as one, open_regular(shorter) as other:
             while piece := other.read(_PIECE_BYTES):
@@ -132,7 +130,6 @@ class Putter:
             self._put.pop(STATUS, None)
 
     def _scan(self) -> Iterator[tuple[str, Seen]]:
-        """Yield the files of the workspace."""
         left = [""]
         count = 0
         while left and count < MOST_FILES:
@@ -261,7 +258,6 @@ class BackgroundUploader(Uploader):
         return self._stopping or self._asked > self._goal
 
     def _step(self) -> bool:
-        """Run one pass and report its success."""
         self._busy_since = time.monotonic()
         try:
             self._put_all(patient=self._goal == self._done)
@@ -291,7 +287,6 @@ class BackgroundUploader(Uploader):
             self._left = tuple(left)
 
     def _failed(self, error: Exception) -> None:
-        """Record a failed pass."""
         with self._changed:
             self._trouble = f"{error}" or type(error).__name__
             self._failures += 1

@@ -50,7 +50,6 @@ def tree_of(parser: argparse.ArgumentParser, verb: str = "") -> Iterator[tuple[s
 
 
 def _plain(text: str | None) -> str:
-    """Return a help text without argparse's % formats."""
     return (text or "").replace("%%", "%").replace("%(default)s", "")
 
 

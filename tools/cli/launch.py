@@ -31,7 +31,6 @@ _SETTING = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
 
 def _length(text: str) -> int:
-    """Parse a duration in seconds, as the type of an option."""
     try:
         return max(1, round(seconds_of(text)))
     except UsageError:
@@ -141,7 +140,6 @@ def _typed(chosen: argparse.Namespace) -> list[str]:
 
 
 def _environment(words: list[str]) -> tuple[tuple[str, str], ...]:
-    """Parse the `--env` options; raises UsageError for variables of the launcher."""
     found = _pairs("--env", _VARIABLE, words)
     for name, _ in found:
         if name.startswith(_OWN):

@@ -117,7 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _spelled(typed: Sequence[str]) -> Sequence[str]:
-    """Return the arguments with a former spelling of the subcommand replaced."""
     now = _FORMER.get(typed[0]) if typed else None
     if now is None:
         return typed

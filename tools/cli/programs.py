@@ -64,7 +64,6 @@ _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
 
 
 def _perform(name: str, chosen: argparse.Namespace, output: Output) -> int:
-    """Run the subcommand of the program or configuration, which exits the process."""
     given = chosen.program is not None
     if name == "eval" and given and chosen.config is not None and not _PROGRAM.fullmatch(chosen.program):
         chosen.program, chosen.paths = None, [chosen.program, *chosen.paths]  # `eval -m config.yaml IN OUT`
@@ -89,7 +88,6 @@ def _perform(name: str, chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _of_program(name: str, *more: Argument) -> Verb:
-    """Declare one of these subcommands."""
     text = {"package": ", or a run such as RUN@best", "status": ", or a run or its URL"}.get(
         name, " (default: the configuration of -m alone)"
     )
@@ -103,7 +101,6 @@ package = _of_program("package", *MODEL_OPTIONS)
 
 
 def _refuse_configuration(verb: str, program: str | None) -> None:
-    """Raise UsageError if PROGRAM is a configuration file, which is given by `-m`."""
     if program is not None and program.endswith((".yaml", ".yml")):
         raise UsageError(f"{program} is a configuration, not a program; use torchrelay {verb} -m {program}")
 

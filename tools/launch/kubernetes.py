@@ -425,7 +425,6 @@ def trainjob_document(request: LaunchRequest, options: KubernetesOptions) -> Val
 
 
 def _patch(request: LaunchRequest, options: KubernetesOptions) -> Value:
-    """Return the patch of the runtime's pods for settings that a TrainJob has no field for."""
     made, mounts = volumes(options)
     pod = {
         "terminationGracePeriodSeconds": request.notice,

@@ -86,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(typed: Sequence[str]) -> argparse.Namespace:
-    """Parse the options; everything after the first `--` is the command."""
     parser = _parser()
     split = typed.index("--") if "--" in typed else len(typed)
     chosen = parser.parse_args(typed[:split])

@@ -98,7 +98,6 @@ def _ended_well(status: Mapping[str, Any]) -> str:
 
 
 def _reasons(status: Mapping[str, Any]) -> str:
-    """Return why the run stopped, from its status."""
     reasons = status.get("stop")
     return ", ".join(map(str, reasons)) if isinstance(reasons, list) else "unknown reason"
 
@@ -175,7 +174,6 @@ def by_likelihood(ends: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_end(one: Any) -> bool:
-    """Return True if a note has the fields of a rank's end."""
     return isinstance(one, dict) and all(isinstance(one.get(key), int) for key in ("rank", "code", "time"))
 
 

@@ -123,7 +123,6 @@ def _word(text: str) -> str:
 
 
 def _clock(secs: int) -> str:
-    """Format seconds as days-hours:minutes:seconds."""
     minutes, secs = divmod(secs, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24}-{hours % 24:02}:{minutes:02}:{secs:02}"
@@ -215,7 +214,6 @@ def _requeue(job: str) -> str:
 
 
 def _ask(*words: str) -> str:
-    """Run a Slurm command and return its output or error."""
     try:
         done = subprocess.run(  # noqa: S603 - Slurm's own
             words, capture_output=True, text=True, check=False, timeout=_ANSWER_SECS

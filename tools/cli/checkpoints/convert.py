@@ -18,7 +18,6 @@ _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
 
 
 def _onnx_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `--to onnx`."""
     only = parser.add_argument_group("onnx")
     for one in (*MODEL_OPTIONS, arg("--opset", "ONNX opset version", "N", type=int)):
         one(only)

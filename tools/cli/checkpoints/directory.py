@@ -75,7 +75,6 @@ def _asked(names: Sequence[str], patterns: Collection[str] | None) -> Sequence[s
 
 
 def _states(selected: Selected) -> list[str]:
-    """Return why the epoch is not usable, and its tags and pins."""
     entry, view = selected.entry, selected.view
     return [*states_of(entry, current_keys(view)), *marks_of(view, entry)]
 
@@ -190,7 +189,6 @@ def _cells(one: TryUse, groups: list[str]) -> tuple[str, ...]:
 
 
 def _sums(view: LogView, usage: Usage) -> list[str]:
-    """Return the lines with the totals."""
     groups = ", ".join(f"{group} {human_bytes(size)}" for group, size in sorted(usage.by_group.items()))
     live, shared, free = (human_bytes(n) for n in (usage.total("live"), usage.shared, usage.freed_by_last))
     lines = [

@@ -89,7 +89,6 @@ def start_of(text: str, stack: ExitStack, runs: str | None = None) -> CapturedSt
 
 
 def _split(text: str) -> tuple[str, int | None]:
-    """Split `RUN#2` into the run and the number of the launch."""
     path, mark, number = text.rpartition("#")
     if mark and number.isdecimal() and number.isascii() and not Path(text).exists():
         return path, int(number)
@@ -171,7 +170,6 @@ def compare(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _facts(place: RunLocation) -> Facts:
-    """Collect everything that is compared of a run, by name, in display order."""
     run = place.run
     if run is None:
         raise UsageError(f"{place.where} holds checkpoints but no run (run.json); use torchrelay ckpt diff")
@@ -266,7 +264,6 @@ def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
 
 
 def _say_code(output: Output, a: CapturedStart, b: CapturedStart, found: SourceChanges | None) -> None:
-    """Print a summary line on the source code."""
     if found is None:
         for one in (a, b):
             if one.archive is None:

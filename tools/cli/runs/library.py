@@ -126,7 +126,6 @@ def _difference(before: str | None, line: LibraryLine, stack: ExitStack) -> tupl
 
 
 def _predecessor(line: LibraryLine) -> str | None:
-    """Find the previous run in the same directory."""
     root, url = line.path.parent, shown(line.path)
     if is_remote(url) and (above := parent(url)) is not None:
         library(above)  # downloads the metadata of the runs beside it
@@ -255,7 +254,6 @@ class _Source:
         return Holder(str(self.view.job_uuid), str(self.view.job_name), self.view.generation)
 
     def holder(self, branch: int, generation: int) -> Holder:
-        """Return the writer of a branch."""
         known = branch_of(self.view.state, branch)
         base = None if known is None or known.base is None else known.base.epoch
         return replace(self.job, generation=generation, branch=branch, base=base)

@@ -158,7 +158,6 @@ def _json(stage: KnownStage) -> dict[str, Any]:
 
 
 def _texts(stage: KnownStage) -> Iterator[tuple[str, str]]:
-    """Read the text files of the configuration."""
     for name in stage.files:
         if name.startswith(_CONFIG):
             path = stage.folder / name
