@@ -1,4 +1,7 @@
-"""Output of the command line (lines, tables, JSON), argument parsing, and messages about typing mistakes.
+"""Output of the command line (lines, tables, JSON), declaration and parsing of subcommands and arguments.
+
+    @verb("show the metadata of a run", RUN, flag("--all", "show everything"))
+    def show(chosen: argparse.Namespace, output: Output) -> int: ...
 
 A closed reader (`| head`) is not an error: the rest is dropped, and the exit code stays the same.
 
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import finite
+from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.text import draws
 from torchrelay.runners.monitoring.text import human_bytes as human_bytes  # noqa: PLC0414 - other commands find it here
 
@@ -246,6 +250,46 @@ def time_text(value: float) -> str:
         return datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):  # written by a wrong clock
         return str(value)
+
+
+Run = Callable[[argparse.Namespace, Output], int]
+Argument = Callable[[Any], object]
+"""Adds an argument to a parser, or to a group of one."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A subcommand: its help line, its arguments, and the function that runs it."""
+
+    help: str
+    arguments: tuple[Argument, ...]
+    run: Run
+
+
+def verb(text: str, *arguments: Argument) -> Callable[[Run], Verb]:
+    """Declare a function as a subcommand with this help line."""
+    return lambda run: Verb(text, arguments, run)
+
+
+def arg(names: str, text: str, metavar: str | None = None, **options: Any) -> Argument:
+    """Return an argument: its names (`-o --output`), help text, metavar, and options of `add_argument`."""
+    return lambda parser: parser.add_argument(*names.split(), help=text, metavar=metavar, **options)
+
+
+def flag(name: str, text: str) -> Argument:
+    """Return an option without a value."""
+    return lambda parser: parser.add_argument(name, action="store_true", help=text)
+
+
+def either(*arguments: Argument) -> Argument:
+    """Return a group of options that exclude each other."""
+
+    def add(parser: Any) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for one in arguments:
+            one(group)
+
+    return add
 
 
 class Parser(argparse.ArgumentParser):

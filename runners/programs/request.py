@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, fields
 from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Parser
+from torchrelay.runners.monitoring.console import Argument, Parser, arg, either, flag
 from torchrelay.runners.session.stop_requests import seconds_typed
 
 
@@ -68,8 +68,11 @@ class Budget:
 PORT = 8331
 
 
-def _option(default: Any, metavar: str, text: str) -> Any:
-    return field(default=default, metadata={"metavar": metavar, "help": text})
+def _limit(name: str, metavar: str, text: str, factor: float = 1) -> Any:
+    """Return the option of a limit with its command-line help; its unit is 1/`factor`."""
+    default = getattr(RequestLimits, name)
+    how = {"name": name, "metavar": metavar, "help": text, "factor": factor}
+    return field(default=default if factor == 1 else default * factor, metadata=how)
 
 
 @dataclass(frozen=True)
@@ -81,24 +84,18 @@ class ServeOptions:
     token: str | None = None
     token_file: str | None = None
     watch: bool = False
-    max_batch: int = _option(
-        RequestLimits.max_batch,
-        "N",
-        "largest batch; 1 gives the same bits as `eval`",
+    max_batch: int = _limit("max_batch", "N", "largest batch; 1 gives the same bits as `eval`")
+    max_delay_ms: float = _limit(
+        "max_delay_secs", "MS", "how long a sample waits for others to fill its batch", 1000
     )
-    max_delay_ms: float = _option(
-        RequestLimits.max_delay_secs * 1000, "MS", "how long a sample waits for others to fill its batch"
-    )
-    timeout: float = _option(RequestLimits.secs, "SECS", "answer 503 after SECS")
-    drain: float = _option(
-        RequestLimits.drain_secs, "SECS", "after SIGTERM finish open requests for at most SECS"
-    )
-    max_body: int = _option(RequestLimits.body_bytes, "BYTES", "answer 413 to larger bodies")
-    max_json: int = _option(RequestLimits.json_bytes, "BYTES", "answer 413 to larger JSON bodies")
-    max_depth: int = _option(RequestLimits.depth, "N", "answer 400 to JSON nested deeper")
-    max_elements: int = _option(RequestLimits.elements, "N", "answer 413 to tensors with more elements")
-    max_samples: int = _option(RequestLimits.samples, "N", "answer 413 to more samples in one request")
-    max_queue: int = _option(RequestLimits.queue, "N", "answer 429 while N samples wait")
+    timeout: float = _limit("secs", "SECS", "answer 503 after SECS")
+    drain: float = _limit("drain_secs", "SECS", "after SIGTERM finish open requests for at most SECS")
+    max_body: int = _limit("body_bytes", "BYTES", "answer 413 to larger bodies")
+    max_json: int = _limit("json_bytes", "BYTES", "answer 413 to larger JSON bodies")
+    max_depth: int = _limit("depth", "N", "answer 400 to JSON nested deeper")
+    max_elements: int = _limit("elements", "N", "answer 413 to tensors with more elements")
+    max_samples: int = _limit("samples", "N", "answer 413 to more samples in one request")
+    max_queue: int = _limit("queue", "N", "answer 429 while N samples wait")
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> ServeOptions:
@@ -107,19 +104,10 @@ class ServeOptions:
 
     def limits(self) -> RequestLimits:
         """Return the server's limits; raises UsageError for contradicting options."""
-        return RequestLimits(
-            body_bytes=self.max_body,
-            json_bytes=min(self.max_json, self.max_body),
-            depth=self.max_depth,
-            elements=self.max_elements,
-            samples=self.max_samples,
-            secs=self.timeout,
-            drain_secs=self.drain,
-            queue=self.max_queue,
-            max_batch=self.max_batch,
-            max_delay_secs=self.max_delay_ms / 1000,
-            held_bytes=max(RequestLimits.held_bytes, 4 * self.max_body),
-        )
+        given = {one.metadata["name"]: getattr(self, one.name) for one in fields(self) if one.metadata}
+        given["max_delay_secs"] /= 1000
+        given["json_bytes"] = min(self.max_json, self.max_body)
+        return RequestLimits(**given, held_bytes=max(RequestLimits.held_bytes, 4 * self.max_body))
 
     def words(self) -> list[str]:
         """Return the options as command-line arguments, without defaults."""
@@ -130,40 +118,6 @@ class ServeOptions:
                 option = f"--{one.name.replace('_', '-')}"
                 found += [option] if value is True else [option, str(value)]
         return found
-
-
-def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Define the server's options."""
-    parser.add_argument(
-        "--port", type=port, default=PORT, metavar="P", help=f"port (default: {PORT}; 0: any free port)"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    add_token_options(parser)
-    parser.add_argument("--watch", action="store_true", help="switch to newer epochs when they are committed")
-    for one in fields(ServeOptions):
-        if one.metadata:
-            told, default = one.metadata, one.default
-            parser.add_argument(
-                f"--{one.name.replace('_', '-')}", type=_positive(type(default)), default=default,
-                metavar=told["metavar"],
-                help=f"{told['help']} (default: {default:g})" if isinstance(default, float)
-                else f"{told['help']} (default: {default})",
-            )  # fmt: skip
-
-
-def add_token_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Define the two options for a token; `default` is a token from the environment."""
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="file with the token clients must send; required unless --host is local",
-    )
-    ways.add_argument(
-        "--token", default=default, metavar="TEXT", help="the token itself, visible in process lists"
-    )
 
 
 def port(text: str) -> int:
@@ -186,6 +140,36 @@ def _positive(kind: Any) -> Any:
         return value
 
     return read
+
+
+def token_options(default: str | None = None) -> Argument:
+    """Return the two options for a token; `default` is a token from the environment."""
+    text = "file with the token clients must send; required unless --host is local"
+    return either(
+        arg("--token-file", text, "FILE"),
+        arg("--token", "the token itself, visible in process lists", "TEXT", default=default),
+    )
+
+
+def address_options(number: int) -> tuple[Argument, ...]:
+    """Return the options for the address of a server; `number` is its port."""
+    return (
+        arg("--port", f"port (default: {number}; 0: any free port)", "P", type=port, default=number),
+        arg("--host", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"),
+    )
+
+
+def _limit_options() -> Iterator[Argument]:
+    for one in fields(ServeOptions):
+        if (how := one.metadata) and isinstance(one.default, (int, float)):
+            shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
+            yield arg(
+                f"--{one.name.replace('_', '-')}",
+                f"{how['help']} (default: {shown})",
+                how["metavar"],
+                type=_positive(type(one.default)),
+                default=one.default,
+            )
 
 
 VERBS = {
@@ -278,12 +262,8 @@ def read_request(argv: Sequence[str] | None = None) -> VerbRequest:
 
 def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
     """Define the options of a subcommand."""
-    if verb == "server":
-        add_serve_options(parser)
-    for either in (*_OPTIONS[verb], *_OF_ALL):
-        group = parser.add_mutually_exclusive_group() if len(either) > 1 else parser
-        for name, how in either.items():
-            group.add_argument(name, **how)
+    for one in (*_OPTIONS[verb], *_OF_ALL):
+        one(parser)
 
 
 def _count(text: str) -> int:
@@ -292,73 +272,57 @@ def _count(text: str) -> int:
     return int(text)
 
 
-_FLAG = {"action": "store_true"}
-_RUN = {"dest": "run_id", "metavar": "ID"}
-_NEWEST = {"--run": {**_RUN, "help": "id of the run (default: the newest)"}}
-_MESSAGE = {"--message": {"metavar": "TEXT", "default": "", "help": "comment stored with the run"}}
+def _run(text: str) -> Argument:
+    return arg("--run", text, "ID", dest="run_id")
+
+
+_NEWEST = _run("id of the run (default: the newest)")
+_MESSAGE = arg("--message", "comment stored with the run", "TEXT", default="")
 _USING = (
-    {
-        "--ignore": {**_FLAG, "help": "use the changed code with the existing weights"},
-        "--run": {**_RUN, "help": "id of the run, whose archived code is used"},
-    },
-    {"--epoch": {"metavar": "E", "help": "epoch: a number, last or best (default: last)"}},
+    either(
+        flag("--ignore", "use the changed code with the existing weights"),
+        _run("id of the run, whose archived code is used"),
+    ),
+    arg("--epoch", "epoch: a number, last or best (default: last)", "E"),
 )
-_Options = tuple[dict[str, dict[str, Any]], ...]
-_OPTIONS: dict[str, _Options] = {
+_OPTIONS: dict[str, tuple[Argument, ...]] = {
     "train": (
-        {
-            "--force": {**_FLAG, "help": "make a new run even if nothing changed"},
-            "--retrain": {**_FLAG, "help": "train the same run again from the start"},
-        },
-        {"--run": {**_RUN, "help": "id of a run of the same code (default: the newest)"}},
-        {"--epoch": {"metavar": "N", "help": "rewind the run of this code to epoch N"}},
-        {"--max-epochs": {"metavar": "N", "type": _count, "help": "train until N epochs are done"}},
-        {
-            "--time-limit": {
-                "metavar": "T",
-                "type": seconds_typed,
-                "help": "save and exit within T; the same command resumes",
-            }
-        },
+        either(
+            flag("--force", "make a new run even if nothing changed"),
+            flag("--retrain", "train the same run again from the start"),
+        ),
+        _run("id of a run of the same code (default: the newest)"),
+        arg("--epoch", "rewind the run of this code to epoch N", "N"),
+        arg("--max-epochs", "train until N epochs are done", "N", type=_count),
+        arg("--time-limit", "save and exit within T; the same command resumes", "T", type=seconds_typed),
         _MESSAGE,
     ),
-    "test": (*_USING, {"--retest": {**_FLAG, "help": "test again and replace the result"}}),
+    "test": (*_USING, flag("--retest", "test again and replace the result")),
     "eval": (
-        {
-            "paths": {
-                "metavar": "PATH",
-                "nargs": "+",
-                "help": "input files and, last, the output; a directory means all its files",
-            }
-        },
+        arg("paths", "input files and, last, the output; a directory means all its files", "PATH", nargs="+"),
         *_USING,
     ),
-    "server": _USING,
-    "status": (_NEWEST, {"--check": {**_FLAG, "help": "exit code 1 if train would train"}}),
+    "server": (
+        *address_options(PORT),
+        token_options(),
+        flag("--watch", "switch to newer epochs when they are committed"),
+        *_limit_options(),
+        *_USING,
+    ),
+    "status": (_NEWEST, flag("--check", "exit code 1 if train would train")),
     "package": (
-        {"--out": {"metavar": "FILE", "required": True, "help": "package file to write"}},
-        {"--overwrite": {**_FLAG, "help": "replace an existing file"}},
+        arg("--out", "package file to write", "FILE", required=True),
+        flag("--overwrite", "replace an existing file"),
         *_USING,
     ),
     "amend": (_NEWEST, _MESSAGE),
 }
-"""Options of each subcommand; those in one mapping exclude each other."""
-_OF_ALL: _Options = (
-    {"-m": {"dest": "config", "metavar": "CONFIG", "help": "configuration file (YAML)"}},
-    {
-        "-o": {
-            "dest": "overrides",
-            "metavar": "KEY=VALUE",
-            "action": "append",
-            "default": [],
-            "help": "override a value of the configuration",
-        }
-    },
-    {"--strict-config": {**_FLAG, "help": "exit code 2 if a configuration key is never read"}},
-    {
-        "--runs": {
-            "metavar": "DIR",
-            "help": "directory of the runs (default: TORCHRELAY_RUNS, else set by the program)",
-        }
-    },
-)
+_OF_ALL = (
+    arg("-m", "configuration file (YAML)", "CONFIG", dest="config"),
+    arg(
+        "-o", "override a value of the configuration", "KEY=VALUE", dest="overrides", action="append",
+        default=[],
+    ),
+    flag("--strict-config", "exit code 2 if a configuration key is never read"),
+    arg("--runs", "directory of the runs (default: TORCHRELAY_RUNS, else set by the program)", "DIR"),
+)  # fmt: skip

@@ -13,8 +13,8 @@ from torchrelay.chaos.scenarios import SCENARIOS, scenarios
 from torchrelay.chaos.strikes import COLUMNS, Tally
 from torchrelay.checkpoint.storage.open import FILE, is_url
 from torchrelay.errors import UsageError
-from torchrelay.runners.monitoring.console import Output
-from torchrelay.tools.cli.arguments import arg, flag, verb, whole_number
+from torchrelay.runners.monitoring.console import Output, arg, flag, verb
+from torchrelay.tools.cli.arguments import whole_number
 
 FOUND = 1
 """Exit code where a trial did not survive, or nothing could be tried."""

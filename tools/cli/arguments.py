@@ -1,7 +1,4 @@
-"""Declaration of subcommands, and arguments that several of them share.
-
-    @verb("show the metadata of a run", RUN, flag("--all", "show everything"))
-    def show(chosen: argparse.Namespace, output: Output) -> int: ...
+"""Arguments that several subcommands share.
 
 A run or directory is stored as `path` in the namespace; `remote_runs.resolve` looks it up.
 """
@@ -10,50 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
-from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output
-
-Run = Callable[[argparse.Namespace, Output], int]
-Argument = Callable[[Any], object]
-"""Adds an argument to a parser, or to a group of one."""
-
-
-@dataclass(frozen=True)
-class Verb:
-    """A subcommand: its help line, its arguments, and the function that runs it."""
-
-    help: str
-    arguments: tuple[Argument, ...]
-    run: Run
-
-
-def verb(text: str, *arguments: Argument) -> Callable[[Run], Verb]:
-    """Declare a function as a subcommand with this help line."""
-    return lambda run: Verb(text, arguments, run)
-
-
-def arg(names: str, text: str, metavar: str | None = None, **options: Any) -> Argument:
-    """Return an argument: its names (`-o --output`), help text, metavar, and options of `add_argument`."""
-    return lambda parser: parser.add_argument(*names.split(), help=text, metavar=metavar, **options)
-
-
-def flag(name: str, text: str) -> Argument:
-    """Return an option without a value."""
-    return lambda parser: parser.add_argument(name, action="store_true", help=text)
-
-
-def either(*arguments: Argument) -> Argument:
-    """Return a group of options that exclude each other."""
-
-    def add(parser: Any) -> None:
-        group = parser.add_mutually_exclusive_group()
-        for one in arguments:
-            one(group)
-
-    return add
-
+from torchrelay.runners.monitoring.console import Argument, arg, flag
 
 _PLACE = "a run directory, a checkpoint directory, or a URL of either"
 RUN = arg("path", "a run directory or its URL", "RUN")

@@ -8,8 +8,7 @@ from shlex import quote
 
 from torchrelay.checkpoint.log.view import WORDS
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output
-from torchrelay.tools.cli.arguments import arg, verb
+from torchrelay.runners.monitoring.console import Output, arg, verb
 
 SELECTORS = (*WORDS, "epoch=", "tag=")
 """Selectors that may follow `RUN@`."""

@@ -10,8 +10,8 @@ from torchrelay.jobs.config.interpolation import RunPlace
 from torchrelay.jobs.config.schema import json_schema, key_table
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.config_runs.selection import config_file, file_within
-from torchrelay.runners.monitoring.console import Output
-from torchrelay.tools.cli.arguments import OVERRIDES, STRICT, arg, flag, verb
+from torchrelay.runners.monitoring.console import Output, arg, flag, verb
+from torchrelay.tools.cli.arguments import OVERRIDES, STRICT
 
 _READING = (
     arg("path", "a YAML file, or a directory with a config.yaml", "CONFIG"),

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.console import Output, arg, flag, verb
 from torchrelay.runners.session.stop_requests import seconds_of
-from torchrelay.tools.cli.arguments import arg, flag, verb, whole_number
+from torchrelay.tools.cli.arguments import whole_number
 from torchrelay.tools.launch.request import (
     TARGETS,
     LaunchRequest,

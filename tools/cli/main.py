@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torchrelay
 from torchrelay.errors import RelayError, StorageError, UsageError, exit_code_of
 from torchrelay.jobs.runtime import IMPOSSIBLE, undisturbed
-from torchrelay.runners.monitoring.console import Output, Parser, by_url, printable
-from torchrelay.tools.cli.arguments import Run, Verb
+from torchrelay.runners.monitoring.console import Output, Parser, Run, Verb, by_url, printable
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[Parser]

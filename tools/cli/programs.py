@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
-from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.console import Argument, Output, Verb, arg, verb
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.request import (
     VERBS,
@@ -32,7 +32,7 @@ from torchrelay.runners.remote_runs.resolve import (
     parse_selector,
     with_epoch,
 )
-from torchrelay.tools.cli.arguments import MODEL_OPTIONS, Argument, Verb, arg, verb
+from torchrelay.tools.cli.arguments import MODEL_OPTIONS
 from torchrelay.tools.serving.serve import check_installed, say, serve
 
 if TYPE_CHECKING:

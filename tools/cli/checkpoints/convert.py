@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.console import Output, arg, either, flag, verb
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.tools.cli.arguments import BLOBS, MODEL_OPTIONS, arg, either, flag, run_epoch, verb
+from torchrelay.tools.cli.arguments import BLOBS, MODEL_OPTIONS, run_epoch
 
 _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
 

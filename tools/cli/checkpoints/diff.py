@@ -18,10 +18,10 @@ from torchrelay.checkpoint.inspect.diff import DiffOptions, Kind, LeafChange, le
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import RelayError, install_command
 from torchrelay.jobs.cluster import GRADIENTS
-from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.monitoring.console import Output, arg, either, flag, human_number, verb
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import Selected, parse_selector, select
-from torchrelay.tools.cli.arguments import BLOBS, arg, either, flag, verb, whole_number
+from torchrelay.tools.cli.arguments import BLOBS, whole_number
 from torchrelay.tools.cli.runs.ls import entry_json
 
 _ENTRIES, _SHOWN, _DIGITS = 3, 40, 8

@@ -19,10 +19,10 @@ from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import FORMAT, RunDirectory
-from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.monitoring.console import Output, flag, human_number, verb
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, select
-from torchrelay.tools.cli.arguments import BLOBS, PLACE, SINGLE_WRITER, flag, run_epoch, verb
+from torchrelay.tools.cli.arguments import BLOBS, PLACE, SINGLE_WRITER, run_epoch
 from torchrelay.tools.cli.runs.ls import current_keys, entry_json, marks_of, metrics_text, states_of
 
 _COLUMNS = ("name", "kind", "scope", "dtype", "shape", "leaves", "bytes", "written in")

@@ -23,9 +23,9 @@ from torchrelay.checkpoint.inspect.anomalies import (
 from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
 from torchrelay.checkpoint.load.info import glance_or_notes
 from torchrelay.errors import DamagedError, UsageError
-from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.monitoring.console import Output, arg, either, flag, human_number, verb
 from torchrelay.runners.remote_runs.resolve import Selected, locate_run, parse_selector, select
-from torchrelay.tools.cli.arguments import BLOBS, arg, either, flag, run_epoch, verb
+from torchrelay.tools.cli.arguments import BLOBS, run_epoch
 
 
 Resume = tuple[int, str] | None

@@ -16,10 +16,10 @@ from torchrelay.checkpoint.log.view import LogView, ranges
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_exclusion
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError, UsageError
-from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.console import Output, arg, flag, verb
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, parse_selector, select
-from torchrelay.tools.cli.arguments import PLACE, SINGLE_WRITER, arg, flag, run_epoch, verb, whole_number
+from torchrelay.tools.cli.arguments import PLACE, SINGLE_WRITER, run_epoch, whole_number
 
 _DRAFTS = {"tag": tag_draft, "pin": pin_draft}
 _DONE = {"tag": "is tagged", "pin": "is pinned as"}

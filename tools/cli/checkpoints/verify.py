@@ -26,7 +26,7 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.errors import NoProvableEpochError, StorageError, UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.console import Output, arg, flag, verb
 from torchrelay.runners.remote_runs.resolve import (
     LAST,
     RunLocation,
@@ -36,7 +36,7 @@ from torchrelay.runners.remote_runs.resolve import (
     locate_run,
     parse_selector,
 )
-from torchrelay.tools.cli.arguments import SINGLE_WRITER, arg, flag, run_epoch, verb
+from torchrelay.tools.cli.arguments import SINGLE_WRITER, run_epoch
 from torchrelay.tools.cli.runs.ls import current_keys, entry_json, states_of
 
 NOT_VERIFIED = StorageError.exit_code

@@ -26,9 +26,9 @@ from torchrelay.metadata.code.snapshot import of_manifest
 from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output, human_number, time_text
+from torchrelay.runners.monitoring.console import Output, arg, flag, human_number, time_text, verb
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
-from torchrelay.tools.cli.arguments import RUNS, arg, flag, verb
+from torchrelay.tools.cli.arguments import RUNS
 from torchrelay.tools.cli.runs.ls import LIBRARY, best_of, find_run, metrics_of
 
 _COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")

@@ -35,12 +35,11 @@ from torchrelay.metadata.handlers import (
 )
 from torchrelay.metadata.sql.handler import BoundedCalls, parse_url, rows_in
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output, time_text
+from torchrelay.runners.monitoring.console import Output, arg, flag, time_text, verb
 from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.names import is_remote, parent
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
-from torchrelay.tools.cli.arguments import arg, flag, verb
 from torchrelay.tools.cli.runs.compare import Difference, difference, difference_json, say_difference
 from torchrelay.tools.cli.runs.ls import (
     LIBRARY,
@@ -301,14 +300,14 @@ _ROWS_AT_ONCE = 20_000
         "sqlite:///runs.db or postgresql://user@host/database "
         f"(default: {VARIABLE}, hidden from process lists)",
         "URL",
-        default=os.environ.get(VARIABLE),
     ),
 )
 def index(chosen: argparse.Namespace, output: Output) -> int:
     """Store the events of each run; returns 5 if one could not be read, after storing the others."""
-    if not chosen.database:
+    given = chosen.database or os.environ.get(VARIABLE)
+    if not given:
         raise UsageError(f"no database given: use --database URL, or set {VARIABLE}")
-    url = parse_url(chosen.database)
+    url = parse_url(given)
     places = [(text, locate(text)) for text in each_run(chosen.path)]
     from torchrelay.metadata.sql.database import Database
 

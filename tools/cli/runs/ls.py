@@ -24,12 +24,12 @@ from torchrelay.metadata.experiments import ProgramRecord, newest_test, read_not
 from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output, human_number, printable, time_text
+from torchrelay.runners.monitoring.console import Output, arg, human_number, printable, time_text, verb
 from torchrelay.runners.monitoring.status import NOT_BEGUN, standing
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.names import for_a_look, is_remote, last_name, parent, travels
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate, locate_run, runs_below
-from torchrelay.tools.cli.arguments import PLACE_OR_RUNS, arg, verb
+from torchrelay.tools.cli.arguments import PLACE_OR_RUNS
 
 
 def entry_json(entry: CommittedPosition) -> dict[str, Any]:

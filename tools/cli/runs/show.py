@@ -23,10 +23,10 @@ from torchrelay.metadata.handlers import (
     times_of,
 )
 from torchrelay.metadata.lineage import KnownStage, find_stage, stages_of
-from torchrelay.runners.monitoring.console import Output, human_number, time_text
+from torchrelay.runners.monitoring.console import Output, arg, human_number, time_text, verb
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.resolve import RunLocation, find_entry, locate, locate_run, parse_selector
-from torchrelay.tools.cli.arguments import RUN, arg, run_epoch, verb, whole_number
+from torchrelay.tools.cli.arguments import RUN, run_epoch, whole_number
 
 _TIMES = ("created", "updated", "time")
 _FIRST = ("time", "kind", "generation")

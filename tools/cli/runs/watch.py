@@ -17,13 +17,13 @@ from torchrelay.checkpoint.storage.open import object_at
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import replace_file
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.monitoring.console import Argument, Output, arg, flag, human_number, verb
 from torchrelay.runners.monitoring.status import RunLook, look_at, runs_at, standing
 from torchrelay.runners.monitoring.text import duration, human_bytes, per_second
-from torchrelay.runners.programs.request import add_token_options, port
+from torchrelay.runners.programs.request import address_options, token_options
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
-from torchrelay.tools.cli.arguments import RUNS, Argument, arg, flag, verb
+from torchrelay.tools.cli.arguments import RUNS
 from torchrelay.tools.report.run_data import ReadLimits
 
 if TYPE_CHECKING:
@@ -248,12 +248,15 @@ _NORM_BYTES = 64_000_000
 """Less than for a report, because a live page is rebuilt on every request."""
 
 
+def _token_options(parser: argparse.ArgumentParser) -> None:
+    token_options(os.environ.get(_TOKEN))(parser)
+
+
 @verb(
     "serve live HTML reports of runs",
     arg("runs", "directory or URL of runs, or one run", "RUNS"),
-    arg("--port", f"port (default: {_PORT}; 0: any free port)", "P", type=port, default=_PORT),
-    arg("--host", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"),
-    lambda parser: add_token_options(parser, os.environ.get(_TOKEN)),
+    *address_options(_PORT),
+    _token_options,
     *limits(_NORM_BYTES),
 )
 def dashboard(chosen: argparse.Namespace, output: Output) -> int:
