@@ -1,4 +1,4 @@
-"""Rebuild the model of a past run from its archive, and replay recorded calls to compare the bits.
+"""Rebuild the model of a past run from its archive, load its weights, and replay recorded calls.
 
 **Rebuilding runs the archived code** with the rights of this process: only use runs that you trust.
 
@@ -8,11 +8,12 @@ the recorded call and compares the outputs. Settings that could not be reproduce
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.files.blob_files import load_blobs
-from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
+from torchrelay.checkpoint.storage.open import FILE, is_url
 from torchrelay.errors import DamagedError, RelayError, UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.tree import ConfigError
@@ -30,6 +32,8 @@ from torchrelay.metadata.code.archive import is_plain, open_archive, unpack_sour
 from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.code.imports import LoadedCode, load_code
 from torchrelay.metadata.experiments import read_note
+from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, to_onnx
+from torchrelay.models.onnx.exporter.to_onnx import place_of as onnx_place_of
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.class_loading import Loader, load_classes
 from torchrelay.runners.config_runs.context import StepContext
@@ -38,6 +42,8 @@ from torchrelay.runners.config_runs.selection import MODEL, phases_of
 from torchrelay.runners.config_runs.steps import Network
 from torchrelay.runners.config_runs.training import first_batch
 from torchrelay.runners.programs.program import Program, made_program
+from torchrelay.runners.programs.run_selection import imported
+from torchrelay.runners.training.extras.onnx_export import run_facts
 from torchrelay.runners.training.extras.replay import (
     FACTS,
     FOLDER,
@@ -51,6 +57,7 @@ from torchrelay.runners.training.extras.replay import (
 from torchrelay.runners.training.plan import Recipe
 
 _RESOLVED = "resolved.yaml"
+Where = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -81,12 +88,12 @@ class Archives:
             raise UsageError(f"{recipe.name} returned {model!r:.80}: expected a torch.nn.Module")
         return model
 
-    def changed(self) -> list[str]:
+    def changed(self) -> tuple[str, ...]:
         """Describe how the configuration differs from the recorded one."""
         then = self.captured.get("config_id")
         if self.config is None or then is None or self.config.id == then:
-            return []
-        return [f"configuration: its id was {str(then)[:12]}, it is {self.config.id[:12]} now"]
+            return ()
+        return (f"configuration: its id was {str(then)[:12]}, it is {self.config.id[:12]} now",)
 
     @cached_property
     def code(self) -> LoadedCode:
@@ -173,12 +180,8 @@ def _module_name(archives: Archives, origin: Path) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class BuiltModel:
-    """A module without its weights, and a function that returns example inputs, if there are any."""
-
-    module: nn.Module
-    inputs: Callable[[], Any] | None = None
+BuiltModel = tuple[nn.Module, Callable[[], Any] | None]
+"""A module without its weights, and a function that returns example inputs, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
 
             def make() -> BuiltModel:
                 program = program_of(archives)
-                return BuiltModel(program.model, program.example_inputs)
+                return program.model, program.example_inputs
 
             yield Rebuilt(make, blob or MODEL)
         elif archives.config is not None:
@@ -229,7 +232,7 @@ def _by_factory(factory: Callable[[], Any]) -> BuiltModel:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model returned {made!r:.80}: expected a module, or (module, example inputs)")
-    return BuiltModel(model, None if inputs is None else lambda: inputs)
+    return model, None if inputs is None else lambda: inputs
 
 
 def _by_configuration(archives: Archives, config: Config, blob: str | None) -> Rebuilt:
@@ -241,12 +244,156 @@ def _by_configuration(archives: Archives, config: Config, blob: str | None) -> R
 
     def make() -> BuiltModel:
         module = archives.module(Recipe("phase", runner.name, phases[chosen]))
-        return BuiltModel(module, lambda: first_batch(archives.context(runner.name), phases[chosen]))
+        return module, (lambda: first_batch(archives.context(runner.name), phases[chosen]))
 
     return Rebuilt(make, chosen, of_batches=True)
 
 
-NOT_SAME = 1
+@dataclass(frozen=True)
+class LoadedModel:
+    """A module with the weights of an epoch; `run` is None for checkpoints without a run directory."""
+
+    module: nn.Module
+    opened: Checkpoint
+    run: Path | None
+    of_batches: bool
+    inputs: Any
+    """Example inputs: those given, else those of the run or of the function."""
+
+
+@contextmanager
+def loaded_model(
+    where: Where, epoch: int | str, *, model: Any = None, blob: str | None = None, inputs: Any = None
+) -> Iterator[LoadedModel]:
+    """Build the model and load its weights; the code that it needs stays loaded until the block ends.
+
+    `model` is a module or a callable that returns one; None builds it from the run's archive. Raises
+    UsageError if something is missing, and the errors of `open_checkpoint`, its `load` and the user's code.
+    """
+    opened, run = open_checkpoint(where, epoch), run_of(where)
+    factory: Callable[[], Any] | None = (lambda: model) if isinstance(model, nn.Module) else model
+    if factory is not None and not callable(factory):
+        raise UsageError(f"invalid model={model!r:.80}: expected a module or a callable that returns one")
+    if run is None and factory is None:
+        raise UsageError(f"{where} is not a run directory, so its model is unknown: pass model= (--model)")
+    with rebuilt(run, factory, blob) as found:
+        module, given = found.make()
+        if found.blob not in opened.blobs:
+            raise UsageError(
+                f"epoch {opened.epoch} has no blob {found.blob!r}, it has {', '.join(opened.blobs)}: "
+                "choose one with blob= (--blob)"
+            )
+        opened.load_saved({found.blob: module})
+        example = given() if inputs is None and given is not None else inputs
+        if example is None:
+            raise UsageError("example inputs are missing: pass inputs= (--input x=float32[batch,10])")
+        yield LoadedModel(module, opened, run, found.of_batches, example)
+
+
+def run_of(where: Where) -> Path | None:
+    """Return the run directory; None if there are checkpoints only."""
+    text = os.fspath(where)
+    if is_url(text) and not text.startswith(FILE):
+        return None
+    path = Path(text.removeprefix(FILE)).absolute()
+    return path if (path / "run.json").is_file() else None
+
+
+_TEXT = re.compile(r"(\w[\w.]*)=(\w+)\[([^\[\]]*)\]")
+
+
+def typed_inputs(texts: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, dict[int, str]]]:
+    """Make example tensors by name, and the names of their dynamic sizes, as `to_onnx` takes them.
+
+    Floating types are drawn from a normal distribution, integers are zero. A size is a number, a name
+    (3 in the example), or `name=size`. Raises UsageError.
+    """
+    tensors, dynamic = dict[str, torch.Tensor](), dict[str, dict[int, str]]()
+    draw = torch.Generator().manual_seed(0)
+    for text in texts:
+        found = _TEXT.fullmatch(text)
+        dtype = getattr(torch, found[2], None) if found else None
+        if found is None or not isinstance(dtype, torch.dtype):
+            raise UsageError(
+                f"invalid --input {text!r}: expected name=dtype[sizes], for example x=float32[batch,3,32,32]"
+            )
+        sizes = [_size(text, one.strip()) for one in found[3].split(",") if one.strip()]
+        shape = [size for _, size in sizes]
+        kind = dtype.is_floating_point or dtype.is_complex
+        tensors[found[1]] = (
+            torch.randn(shape, generator=draw).to(dtype) if kind else torch.zeros(shape, dtype=dtype)
+        )
+        dynamic[found[1]] = {dim: name for dim, (name, _) in enumerate(sizes) if name is not None}
+    return tensors, dynamic
+
+
+def _size(text: str, one: str) -> tuple[str | None, int]:
+    """Parse one size into its name, if it has one, and its number."""
+    name, equals, number = one.partition("=")
+    if one.isascii() and one.isdecimal() and int(one[:9]) > 0:
+        return None, int(one)
+    if name.isidentifier() and (not equals or (number.isascii() and number.isdecimal() and int(number) > 0)):
+        return name, int(number) if equals else 3
+    raise UsageError(f"--input {text!r}: invalid size {one!r}: expected 32, batch, or time=16")
+
+
+def named(text: str, what: str) -> Any:
+    """Import `module:name` of the option `what`, from the working directory first; raises UsageError."""
+    module, colon, name = text.partition(":")
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise UsageError(f"invalid {what} {text!r:.80}: expected module:name")
+    found = imported(module, name, what)
+    if not callable(found):
+        raise UsageError(f"{what}: {module} has no callable {name}")
+    return found
+
+
+def run_to_onnx(
+    where: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    epoch: int | str = "last",
+    *,
+    model: Callable[[], Any] | torch.nn.Module | None = None,
+    inputs: Any = None,
+    blob: str | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> OnnxFile:
+    """Write the model of an epoch of a run directory, or of checkpoints, as an ONNX file.
+
+    For a run of a `Program` or of a configuration the model is rebuilt **by running the archived source**.
+
+    Args:
+        where: Run directory, or directory of checkpoints.
+        path: The ONNX file to write.
+        epoch: A number, `"last"`, `"best"`, or a tag.
+        model: A module, or a callable that returns one or (module, example inputs). Required for runs of
+            plain jobs.
+        inputs: Example inputs; default: those of the data (`Program.example_inputs`).
+        blob: The blob with the weights; default `model`. For several phases `"<phase>.model"` selects one.
+        overwrite: Replace an existing file.
+        options: Options of `to_onnx`.
+
+    Returns:
+        The written file. Its metadata holds run, epoch, code id and metrics.
+
+    Raises:
+        UsageError: The model or its inputs are unknown; also errors of `open_checkpoint`, its `load`,
+            `to_onnx`.
+
+    Example:
+        run_to_onnx("runs/x", "x.onnx", epoch="best")
+    """
+    check_packages()
+    onnx_place_of(path, overwrite=overwrite)
+    with loaded_model(where, epoch, model=model, blob=blob, inputs=inputs) as found:
+        options.setdefault("drop_unused", found.of_batches)
+        known = run_facts(found.run, str(found.opened.position), found.opened.metrics)
+        facts = known | dict(options.pop("metadata", None) or {})
+        done: OnnxFile = to_onnx(
+            found.module, found.inputs, path, overwrite=overwrite, metadata=facts, **options
+        )
+        return done
 
 
 @dataclass(frozen=True)
@@ -258,10 +405,6 @@ class Replayed:
     same: bool
     why: str = ""
     not_reproduced: tuple[str, ...] = ()
-
-    def json(self) -> dict[str, Any]:
-        """Return the entry of `verify --replay --json`."""
-        return {**asdict(self), "not_reproduced": list(self.not_reproduced)}
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the console."""
@@ -321,24 +464,18 @@ def _replayed(
             if settings.get("device") != "cpu" and torch.cuda.is_available():
                 module = module.to("cuda")
             form, found = play(module, call["takes"], inputs)
-        except RelayError as error:
-            return Replayed(
-                epoch, name, same=False, why=str(error), not_reproduced=_not_reproduced(archives, {})
-            )
         except Exception as error:  # archived code raises anything
-            last = "".join(traceback.format_exception_only(error)).strip()
-            return Replayed(epoch, name, same=False, why=last, not_reproduced=_not_reproduced(archives, {}))
+            known = isinstance(error, RelayError)
+            why = str(error) if known else "".join(traceback.format_exception_only(error)).strip()
+            return Replayed(epoch, name, same=False, why=why, not_reproduced=archives.changed())
         now = settings_now(device_of(module))
-    differs = {
-        f"{what} was {settings.get(what)}": one for what, one in now.items() if settings.get(what) != one
-    }
+    differs = (
+        f"{what} was {settings.get(what)}, is {one} here"
+        for what, one in now.items()
+        if settings.get(what) != one
+    )
     why = _difference(call["gives"], form, outputs, found)
-    return Replayed(epoch, name, same=not why, why=why, not_reproduced=_not_reproduced(archives, differs))
-
-
-def _not_reproduced(archives: Archives, differs: Mapping[str, Any]) -> tuple[str, ...]:
-    """List settings and parts of the configuration that differ from the recorded ones."""
-    return (*(f"{then}, is {now} here" for then, now in differs.items()), *archives.changed())
+    return Replayed(epoch, name, not why, why, (*differs, *archives.changed()))
 
 
 def _difference(then: Any, now: Any, outputs: list[torch.Tensor], found: list[torch.Tensor]) -> str:
@@ -349,15 +486,12 @@ def _difference(then: Any, now: Any, outputs: list[torch.Tensor], found: list[to
         if same_bits(old, new):
             continue
         if (old.dtype, old.shape) != (new.dtype, new.shape):
-            texts.append(f"output {number} was {_kind(old)}, is now {_kind(new)}")
+            was, now = (f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in (old, new))
+            texts.append(f"output {number} was {was}, is now {now}")
             continue
-        apart = (old.double() - new.double()).abs()
+        difference = (old.double() - new.double()).abs()
         texts.append(
             f"output {number}: {int((old != new).sum())} of {old.numel()} numbers, the greatest difference "
-            f"is {float(apart.max()):.3g}"
+            f"is {float(difference.max()):.3g}"
         )
     return "; ".join(texts)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

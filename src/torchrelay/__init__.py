@@ -89,7 +89,7 @@ _HOMES = {
     "metric_rows": "metadata.experiments",
     "open_checkpoint": "checkpoint.load.checkpoint",
     "open_package": "models.package.reader",
-    "run_to_onnx": "runners.artifacts.loaded_model",
+    "run_to_onnx": "runners.artifacts.rebuild",
     "save": "models.package.api",
     "save_blobs": "checkpoint.files.blob_files",
     "save_states": "models.archive.api",
@@ -147,7 +147,7 @@ if TYPE_CHECKING:
     from torchrelay.models.package.api import load as load, save as save
     from torchrelay.models.package.compile import compile as compile
     from torchrelay.models.package.reader import open_package as open_package, summary as summary
-    from torchrelay.runners.artifacts.loaded_model import run_to_onnx as run_to_onnx
+    from torchrelay.runners.artifacts.rebuild import run_to_onnx as run_to_onnx
     from torchrelay.runners.own_loop.checkpointer import Checkpointer as Checkpointer
     from torchrelay.runners.own_loop.run import Run as Run
     from torchrelay.runners.programs.cli import main as main

@@ -137,20 +137,20 @@ def _package_run(chosen: argparse.Namespace, request: VerbRequest) -> int | None
 
 def _package_here(selector: Selector, epoch: str, request: VerbRequest, chosen: argparse.Namespace) -> int:
     from torchrelay.models.package.api import code_id_of_run, save
-    from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
+    from torchrelay.runners.artifacts.rebuild import loaded_model, named, typed_inputs
     from torchrelay.runners.programs.command_context import say
     from torchrelay.runners.programs.evaluate import lacking
 
     if request.config is not None:
         raise UsageError("-m is only for programs; a run has its own configuration")
     model = None if chosen.model is None else named(chosen.model, "--model")
-    given = typed_inputs(chosen.input or ())
-    inputs: Any = given.tensors or None
+    tensors, dynamic = typed_inputs(chosen.input or ())
+    inputs: Any = tensors or None
     with loaded_model(selector.path, epoch, model=model, blob=chosen.blob, inputs=inputs) as found:
         name, epoch_number = Path(selector.path).name, found.opened.epoch
         known = {"run": name, "epoch": epoch_number, "code_id": code_id_of_run(selector.path)}
         made = save(
-            request.out or "", found.module, found.inputs, dynamic=given.dynamic or None,
+            request.out or "", found.module, found.inputs, dynamic=dynamic or None,
             metadata={key: value for key, value in known.items() if value is not None},
             drop_unused=found.of_batches, overwrite=request.overwrite,
         )  # fmt: skip
@@ -208,7 +208,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
         )
         return _served(options, lambda: _package(chosen))
     if chosen.model is not None:
-        from torchrelay.runners.artifacts.loaded_model import named
+        from torchrelay.runners.artifacts.rebuild import named
 
         return _served(
             options,
@@ -250,7 +250,7 @@ def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: S
         from torchrelay.runners.artifacts.rebuild import rebuilt
 
         with rebuilt(path.resolve(), None, chosen.blob) as found:
-            return serve(options, lambda: _plain(chosen, selector, lambda: found.make().module, found.blob))
+            return serve(options, lambda: _plain(chosen, selector, lambda: found.make()[0], found.blob))
 
     run_and_leave(work)
 

@@ -22,7 +22,7 @@ from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.fs import read_json
 from torchrelay.models.package.reader import Package, open_package
 from torchrelay.records import dataclass
-from torchrelay.runners.artifacts.loaded_model import named
+from torchrelay.runners.artifacts.rebuild import named
 from torchrelay.tools.serving.handlers import (
     Sample,
     Say,

@@ -178,9 +178,9 @@ def configured_model(run: Path, into: Path, blob: str | None = None, device: str
     path = into / "program.zip"
     with rebuilt(run, None, blob) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a missing program is reported below
-        made = found.make()
-        inputs = None if made.inputs is None else made.inputs()
-        package = save(path, made.module, inputs, source=False, drop_unused=found.of_batches)
+        module, given = found.make()
+        inputs = None if given is None else given()
+        package = save(path, module, inputs, source=False, drop_unused=found.of_batches)
     if package.signature is None or not package.has_program:
         lacks = "; ".join(package.without)
         raise UsageError(f"{run}: {lacks}; use --model module:function")

@@ -13,7 +13,7 @@ from torch import nn
 from torchrelay import to_onnx
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.runners.artifacts.loaded_model import typed_inputs
+from torchrelay.runners.artifacts.rebuild import typed_inputs
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install -e '.[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install -e '.[onnx]'")
@@ -254,9 +254,9 @@ def test_a_url_gets_the_same_file(monkeypatch):
 
 def test_inputs_as_texts():
     """Types, sizes and their names; anything else is refused by what it was."""
-    found = typed_inputs(["x=float32[batch,2]", "tokens=int64[batch,time=7]", "one=bool[]"])
-    assert [list(one.shape) for one in found.tensors.values()] == [[3, 2], [3, 7], []]
-    assert found.dynamic == {"x": {0: "batch"}, "tokens": {0: "batch", 1: "time"}, "one": {}}
+    tensors, dynamic = typed_inputs(["x=float32[batch,2]", "tokens=int64[batch,time=7]", "one=bool[]"])
+    assert [list(one.shape) for one in tensors.values()] == [[3, 2], [3, 7], []]
+    assert dynamic == {"x": {0: "batch"}, "tokens": {0: "batch", 1: "time"}, "one": {}}
     for text in ("x", "x=float32", "x=float[2", "x=nothing[2]", "x=float32[0]", "x=float32[a b]"):
         with pytest.raises(UsageError, match="--input"):
             typed_inputs([text])

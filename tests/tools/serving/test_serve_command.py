@@ -12,7 +12,7 @@ import torch
 from served import Held, train
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.artifacts.loaded_model import named
+from torchrelay.runners.artifacts.rebuild import named
 from torchrelay.runners.programs.request import ServeOptions
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.serving.handlers import TensorHandler

@@ -25,7 +25,7 @@ def _onnx_options(parser: argparse.ArgumentParser) -> None:
 
 def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
     """Write the ONNX file and report the largest difference between onnxruntime and torch."""
-    from torchrelay.runners.artifacts.loaded_model import named, run_to_onnx, typed_inputs
+    from torchrelay.runners.artifacts.rebuild import named, run_to_onnx, typed_inputs
     from torchrelay.runners.remote_runs.resolve import parse_selector
 
     for name, default in _OTHERS.items():
@@ -33,11 +33,11 @@ def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
             raise UsageError(f"--{name} is not supported with --to onnx, which exports the whole model")
     source = parse_selector(chosen.path)
     model = None if chosen.model is None else named(chosen.model, "--model")
-    given = typed_inputs(chosen.input or ())
-    dynamic: Any = given.dynamic if chosen.input else True
+    tensors, named_sizes = typed_inputs(chosen.input or ())
+    dynamic: Any = named_sizes if chosen.input else True
     done = run_to_onnx(
         source.path, chosen.output, source.epoch, model=model, blob=chosen.blob,
-        inputs=given.tensors or None, dynamic=dynamic, opset=chosen.opset, overwrite=chosen.overwrite,
+        inputs=tensors or None, dynamic=dynamic, opset=chosen.opset, overwrite=chosen.overwrite,
     )  # fmt: skip
     takes, gives = (
         ", ".join(f"{one.name} {one.dtype}[{', '.join(map(str, one.shape))}]" for one in side)

@@ -45,7 +45,7 @@ NONE_LEFT = NoProvableEpochError.exit_code
 
 def _replay(path: str, output: Output) -> int:
     """Repeat the recorded calls; returns 0 if all gave the same bits."""
-    from torchrelay.runners.artifacts.rebuild import NOT_SAME, replay
+    from torchrelay.runners.artifacts.rebuild import replay
 
     selector = parse_selector(path)
     run, wish = locate_run(selector.path).path, None
@@ -56,8 +56,8 @@ def _replay(path: str, output: Output) -> int:
     found = replay(run, wish)
     same = all(one.same for one in found)
     lines = (line for one in found for line in one.lines())
-    output.result({"same": same, "calls": [one.json() for one in found]}, lines)
-    return 0 if same else NOT_SAME
+    output.result({"same": same, "calls": list(map(vars, found))}, lines)
+    return 0 if same else 1
 
 
 @dataclass(frozen=True)
