@@ -118,36 +118,40 @@ class NodeAttempt:
     apart: bool = False
 
 
-@dataclass(frozen=True)
-class AttemptEnd:
-    """Exit codes of the agents, and the signal or time limit that ended them, if any."""
+def run_attempt(
+    attempt: NodeAttempt, nodes: int, limit_secs: int | None, asked: RequestsToEnd
+) -> tuple[int, str | None]:
+    """Start an agent per node and wait for all; no process is left afterwards.
 
-    codes: tuple[int, ...]
-    asked: str | None
-
-    @property
-    def code(self) -> int:
-        """0 if all are 0, else preferably the code of an agent whose own rank failed."""
-        return max(self.codes, key=lambda code: (code > 0, code not in (0, LOST), code != 0))
-
-
-def run_attempt(attempt: NodeAttempt, nodes: int, limit_secs: int | None, asked: RequestsToEnd) -> AttemptEnd:
-    """Start an agent per node and wait for all; no process is left afterwards."""
+    Returns the exit code (0 if all are 0, else preferably that of an agent whose own rank failed), and the
+    signal or time limit that ended the agents, if any.
+    """
     attempt.directory.mkdir()
-    environment = _environment(attempt, nodes, limit_secs)
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != launcher_status.NODE_IN},
+        launcher_status.DIRECTORY: str(attempt.directory),
+        launcher_status.LAUNCH_ID: attempt.launch_id,
+        launcher_status.ATTEMPT: str(attempt.number),
+        launcher_status.LAUNCHER: str(os.getpid()),
+        "TORCHRELAY_LAUNCH_PORT": str(free_port() if nodes > 1 else 0),
+    }
+    if limit_secs is not None:
+        environment[END_TIME] = f"{time.time() + limit_secs:.0f}"
     limit = None if limit_secs is None else time.monotonic() + limit_secs
     agents: list[subprocess.Popen[bytes]] = []
+    late = False
     try:
         for node in range(nodes):
             agents.append(_start(attempt, {**environment, launcher_status.NODE: str(node)}))
-        watch = _Watch(agents, asked, limit)
-        watch.wait()
+        late = _wait(agents, asked, limit)
     finally:
         for one in agents:
             end_hard(one)
         if any(one.returncode < 0 for one in agents):
             end_left_behind(attempt.directory, GRACE_SECS, lambda: asked.hurry)
-    return AttemptEnd(tuple(one.returncode for one in agents), asked.name or watch.late)
+    codes = [one.returncode for one in agents]
+    code = max(codes, key=lambda code: (code > 0, code not in (0, LOST), code != 0))
+    return code, asked.name or ("the time limit" if late else None)
 
 
 def _start(attempt: NodeAttempt, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -163,18 +167,6 @@ def _start(attempt: NodeAttempt, environment: dict[str, str]) -> subprocess.Pope
         raise StorageError(f"cannot start {attempt.script}: {error.strerror}") from error
 
 
-def _environment(attempt: NodeAttempt, nodes: int, limit_secs: int | None) -> dict[str, str]:
-    found = {
-        **{name: value for name, value in os.environ.items() if name != launcher_status.NODE_IN},
-        launcher_status.DIRECTORY: str(attempt.directory),
-        launcher_status.LAUNCH_ID: attempt.launch_id,
-        launcher_status.ATTEMPT: str(attempt.number),
-        launcher_status.LAUNCHER: str(os.getpid()),
-        "TORCHRELAY_LAUNCH_PORT": str(free_port() if nodes > 1 else 0),
-    }
-    return found if limit_secs is None else {**found, END_TIME: f"{time.time() + limit_secs:.0f}"}
-
-
 def free_port() -> int:
     """Return a free port below the ephemeral port range."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
@@ -184,50 +176,33 @@ def free_port() -> int:
     raise StorageError("found no free port on 127.0.0.1 in 100 attempts")
 
 
-class _Watch:
-    """Wait for agents, forward signals, and enforce deadlines after a failure or a signal."""
+def _wait(agents: Sequence[subprocess.Popen[bytes]], asked: RequestsToEnd, limit: float | None) -> bool:
+    """Wait for agents, forward signals, and enforce deadlines after a failure or a signal.
 
-    def __init__(
-        self, agents: Sequence[subprocess.Popen[bytes]], asked: RequestsToEnd, limit: float | None
-    ) -> None:
-        self._agents = agents
-        self._asked = asked
-        self._limit = limit
-        self._alone_since: float | None = None
-        self._kill_at: float | None = None
-        self.late: str | None = None
-        """`the time limit` if it expired, else None."""
-
-    def wait(self) -> None:
-        """Return when all agents have ended or must be killed."""
-        while self._running():
-            self._forward()
-            now = time.monotonic()
-            if self._asked.hurry or (self._kill_at is not None and now >= self._kill_at):
-                return
-            with suppress(subprocess.TimeoutExpired):
-                self._running()[0].wait(_LOOK_SECS)
-
-    def _running(self) -> list[subprocess.Popen[bytes]]:
-        return [one for one in self._agents if one.poll() is None]
-
-    def _forward(self) -> None:
-        """Send signals to the agents that are due: requested, at the time limit, or after a failure."""
-        if self._asked.pending is not None:
-            number, self._asked.pending = self._asked.pending, None
-            self._send(number)
-        if self._limit is not None and time.monotonic() >= self._limit:
-            self._limit, self.late = None, "the time limit"
-            self._send(signal.SIGTERM)
-        if any(one.returncode for one in self._agents):
-            self._alone_since = self._alone_since or time.monotonic()
-            if time.monotonic() - self._alone_since >= _ALONE_SECS and self._kill_at is None:
-                self._send(signal.SIGTERM)
-
-    def _send(self, number: int) -> None:
-        for one in self._running():
-            one.send_signal(number)
-        self._kill_at = self._kill_at or time.monotonic() + _LAST_SECS
+    Returns when all agents have ended or must be killed: True if the time limit expired.
+    """
+    late, alone_since, kill_at = False, None, None
+    while running := [one for one in agents if one.poll() is None]:
+        now, numbers = time.monotonic(), list[int]()
+        if asked.pending is not None:
+            numbers.append(asked.pending)
+            asked.pending = None
+        if limit is not None and now >= limit:
+            limit, late = None, True
+            numbers.append(signal.SIGTERM)
+        if any(one.returncode for one in agents):
+            alone_since = alone_since or now
+            if now - alone_since >= _ALONE_SECS and kill_at is None:
+                numbers.append(signal.SIGTERM)
+        for number in numbers:
+            for one in running:
+                one.send_signal(number)
+            kill_at = kill_at or now + _LAST_SECS
+        if asked.hurry or (kill_at is not None and now >= kill_at):
+            break
+        with suppress(subprocess.TimeoutExpired):
+            running[0].wait(_LOOK_SECS)
+    return late
 
 
 def end_hard(agent: subprocess.Popen[bytes]) -> None:
@@ -276,19 +251,14 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
             attempt = NodeAttempt(
                 directory / SCRIPT, directory / f"attempt_{number}", number, launch_id, output.json
             )
-            ended = run_attempt(attempt, nodes, request.time_limit, asked)
-            found = evidence_of(
-                attempt.directory, well=ended.code == 0, nodes=nodes, asked=ended.asked, code=ended.code
-            )
+            code, by = run_attempt(attempt, nodes, request.time_limit, asked)
+            found = evidence_of(attempt.directory, well=code == 0, nodes=nodes, asked=by, code=code)
             verdict = verdict_of(found)
-            for line in report_lines(found, verdict, attempt.directory):
-                output.notice(line)
+            output.notices(report_lines(found, verdict, attempt.directory))
             if not verdict.again or asked.name is not None:
                 break
             if number < request.restarts:
                 output.notice(f"restarting, {request.restarts - number} of {request.restarts} restarts left")
-    if output.json:
-        output.value(
-            {"code": verdict.code, "why": verdict.why, "attempts": number + 1, "directory": str(directory)}
-        )
+    ended = {"code": verdict.code, "why": verdict.why, "attempts": number + 1, "directory": str(directory)}
+    output.result(ended, [])
     return verdict.code

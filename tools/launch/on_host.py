@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from torchrelay.errors import PeerError, RelayError
 from torchrelay.runners.distributed import launcher_status
+from torchrelay.runners.monitoring.console import arg
 from torchrelay.tools.launch.outcome import (
     INTERRUPTED,
     PREEMPTED,
@@ -69,24 +70,18 @@ def time_to_leave(notice: int) -> int:
     return max(1, notice - min(15, notice // 2))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("on_host", description="Run one host of a launch.", allow_abbrev=False)
-    parser.add_argument(
-        "--layout", type=layout_of, metavar="NxP", help="nodes and ranks (default: PET_NNODES ...)"
-    )
-    parser.add_argument("--index", type=int, default=0, metavar="I", help="index of this host, from 0")
-    parser.add_argument("--endpoint", default="localhost:0", metavar="HOST:PORT", help="address of host 0")
-    parser.add_argument("--host-variable", metavar="NAME", help="variable that overrides HOST")
-    parser.add_argument("--id", default="none", help="unique id of the launch")
-    parser.add_argument(
-        "--notice", type=int, default=300, metavar="S", help="seconds from SIGTERM to SIGKILL"
-    )
-    parser.add_argument("--run", metavar="RUN", help="run directory (default: reported by rank 0)")
-    return parser
-
-
 def _chosen(typed: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
+    parser = argparse.ArgumentParser("on_host", description="Run one host of a launch.", allow_abbrev=False)
+    for one in (
+        arg("--layout", "nodes and ranks (default: PET_NNODES ...)", "NxP", type=layout_of),
+        arg("--index", "index of this host, from 0", "I", type=int, default=0),
+        arg("--endpoint", "address of host 0", "HOST:PORT", default="localhost:0"),
+        arg("--host-variable", "variable that overrides HOST", "NAME"),
+        arg("--id", "unique id of the launch", default="none"),
+        arg("--notice", "seconds from SIGTERM to SIGKILL", "S", type=int, default=300),
+        arg("--run", "run directory (default: reported by rank 0)", "RUN"),
+    ):
+        one(parser)
     split = typed.index("--") if "--" in typed else len(typed)
     chosen = parser.parse_args(typed[:split])
     chosen.command = typed[split + 1 :]

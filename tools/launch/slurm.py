@@ -180,9 +180,8 @@ _ANSWER_SECS = 60
 def main(words: Sequence[str]) -> int:
     """Report how the attempt ended and requeue the job if that helps; returns the exit code of the job."""
     parser = argparse.ArgumentParser(prog="slurm_end")
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--restarts", type=int, required=True)
-    parser.add_argument("--code", type=int, required=True)
+    for name in ("--nodes", "--restarts", "--code"):
+        parser.add_argument(name, type=int, required=True)
     parser.add_argument("--asked", required=True)
     chosen = parser.parse_args(words)
     output, directory = Output(), Path(os.environ[DIRECTORY])
@@ -192,8 +191,7 @@ def main(words: Sequence[str]) -> int:
     restart = int(os.environ.get(ATTEMPT) or 0)
     idle = idle_starts(directory.parent, restart)
     verdict = without_end(verdict_of(found), idle, chosen.restarts)
-    for line in report_lines(found, verdict, directory):
-        output.notice(line)
+    output.notices(report_lines(found, verdict, directory))
     if wants_requeue(verdict, restart, chosen.restarts):
         output.notice(_requeue(os.environ["SLURM_JOB_ID"]))
     return verdict.code

@@ -138,7 +138,12 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
         damaged = ", the log is damaged" if not view.certain else ", torchrelay ckpt repair fixes the rest"
         epochs = f"{verified} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} verified"
         output.line(f"{epochs}{damaged if view.notices else ''}")
-    return _code(view, [one.result for one in verdicts], whole=whole)
+    if verified == len(verdicts) and not view.notices:
+        return 0
+    usable = {entry.key for entry in view.candidates()}
+    found = [one.result.outcome for one in verdicts if one.result.entry.key in usable]
+    none_left = whole and bool(verdicts) and all(one is VerificationStatus.DAMAGED for one in found)
+    return NONE_LEFT if none_left else NOT_VERIFIED
 
 
 def _verdicts(
@@ -186,15 +191,6 @@ def _quarantine(
     finally:
         writer.release()
     return done
-
-
-def _code(view: LogView, results: Sequence[Verification], *, whole: bool) -> int:
-    if all(result.verified for result in results) and not view.notices:
-        return 0
-    usable = {entry.key for entry in view.candidates()}
-    found = [result.outcome for result in results if result.entry.key in usable]
-    none_left = whole and bool(results) and all(one is VerificationStatus.DAMAGED for one in found)
-    return NONE_LEFT if none_left else NOT_VERIFIED
 
 
 _WANTED = re.compile(r"(\d+(?:\+\d+)?)(?:,branch=(\d{1,9}))?", re.ASCII)

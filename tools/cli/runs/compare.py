@@ -24,7 +24,6 @@ from torchrelay.metadata.code.archive import (
 from torchrelay.metadata.code.capture import captures, code_id_of, config_texts
 from torchrelay.metadata.code.snapshot import of_manifest
 from torchrelay.metadata.fs import finite
-from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, arg, flag, human_number, time_text, verb
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
@@ -66,7 +65,10 @@ def difference(a: str, b: str, stack: ExitStack, runs: str | None = None) -> Dif
     if one.archive is not None and other.archive is not None:
         code = changes(of_manifest(one.archive.manifest), of_manifest(other.archive.manifest))
         files = tuple(file_diffs(code, _reader(one.archive), _reader(other.archive)))
-    return Difference(one, other, code, files, tuple(config_diffs(one, other)), captured)
+    before, after = ({f"config/{name}": data for name, data in it.config.items()} for it in (one, other))
+    found = changes(*({name: data.hex() for name, data in texts.items()} for texts in (before, after)))
+    configs = tuple(file_diffs(found, before.__getitem__, after.__getitem__))
+    return Difference(one, other, code, files, configs, captured)
 
 
 def start_of(text: str, stack: ExitStack, runs: str | None = None) -> CapturedStart:
@@ -98,13 +100,6 @@ def _split(text: str) -> tuple[str, int | None]:
 def _reader(archive: Archive) -> Any:
     links = archive.manifest.links
     return lambda name: f"link to {links[name]}\n".encode() if name in links else archive.read(name)
-
-
-def config_diffs(a: CapturedStart, b: CapturedStart) -> Iterator[FileDiff]:
-    """Yield the differing files of the two configurations."""
-    texts = [{f"config/{name}": data for name, data in one.config.items()} for one in (a, b)]
-    found = changes(*({name: data.hex() for name, data in one.items()} for one in texts))
-    return file_diffs(found, texts[0].__getitem__, texts[1].__getitem__)
 
 
 def captured_otherwise(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -181,7 +176,12 @@ def _facts(place: RunLocation) -> Facts:
     facts |= {"epochs kept": len(whole), "newest epoch": whole[-1] if whole else None}
     facts |= _durations(place, line)
     facts |= _metrics(run.metrics(), place.best)
-    return {**facts, **_config(run)}
+    path = run.path / _CONFIG
+    if not path.exists():
+        return facts
+    from torchrelay.jobs.config.yaml_reader import read_yaml_file  # imports yaml, which few runs need
+
+    return {**facts, **dict(_flat("config", read_yaml_file(path).value))}
 
 
 def _durations(place: RunLocation, line: Sequence[CommittedPosition]) -> Facts:
@@ -201,15 +201,6 @@ def _metrics(lines: Sequence[Mapping[str, Any]], best: Best | None) -> Facts:
     if best is not None and (winner := best_of(lines, best)) is not None:
         found[f"best {best[0]}"], found["best epoch"] = winner
     return found
-
-
-def _config(run: RunDirectory) -> Facts:
-    path = run.path / _CONFIG
-    if not path.exists():
-        return {}
-    from torchrelay.jobs.config.yaml_reader import read_yaml_file  # imports yaml, which few runs need
-
-    return dict(_flat("config", read_yaml_file(path).value))
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

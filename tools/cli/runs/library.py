@@ -229,7 +229,9 @@ def notes_of_place(place: RunLocation) -> list[HandlerEvent]:
     if place.run is not None:
         noted = notes_of_file(place.run.path / FILE_NAME, source.job, source.prefix)
     known = {(note.holder.branch, note.epoch) for note in noted if note.kind == EPOCH}
-    found = [*noted, *_branches(source)]
+    found = list(noted)
+    for branch in view.branches:  # also those without a saved epoch
+        found.append(HandlerEvent(source.holder(branch.id, view.generation), source.prefix, "branch", 0))
     for entry in view.entries:
         if entry.position.boundary and (entry.branch, entry.position.epoch) not in known:
             found += _notes_of_entry(source, entry)
@@ -258,12 +260,6 @@ class _Source:
         return replace(self.job, generation=generation, branch=branch, base=base)
 
 
-def _branches(source: _Source) -> Iterator[HandlerEvent]:
-    """Yield an event per branch, also for branches without a saved epoch."""
-    for branch in source.view.branches:
-        yield HandlerEvent(source.holder(branch.id, source.view.generation), source.prefix, "branch", 0)
-
-
 def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[HandlerEvent]:
     """Yield the events of an epoch from its files; none if the manifest is unreadable."""
     with suppress(OSError):
@@ -273,16 +269,10 @@ def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[Handl
         yield HandlerEvent(
             holder, source.prefix, EPOCH, entry.position.epoch, time, len(manifest.world.nodes)
         )
-        yield from _saving(source, holder, entry, time)
-
-
-def _saving(source: _Source, holder: Holder, entry: CommittedPosition, time: float) -> list[HandlerEvent]:
-    """Return the durations of the save; empty if `stats.json`, which is never synced, was lost."""
-    try:
-        stats = read_json(source.directory / stats_path(entry.attempt_name)) or {}
-    except StorageError:
-        return []
-    return report_notes(holder, source.prefix, "checkpoint_save", times_of(stats.get("nodes")), time)
+        with suppress(StorageError):  # `stats.json` is never synced
+            stats = read_json(source.directory / stats_path(entry.attempt_name)) or {}
+            times = times_of(stats.get("nodes"))
+            yield from report_notes(holder, source.prefix, "checkpoint_save", times, time)
 
 
 VARIABLE = "TORCHRELAY_DATABASE"

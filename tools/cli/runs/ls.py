@@ -209,7 +209,12 @@ def runs_in(root: Path) -> list[Path]:
 def find_run(text: str, asked: str | None = None) -> RunDirectory:
     """Find a run by path, id or unique part of its id; raises UsageError."""
     if is_remote(text):
-        return _stored_run(text)
+        from torchrelay.runners.remote_runs.local_copies import mirror_of
+
+        locate_run(text, whole=False)  # reports the problem with it
+        url = text.rstrip("/")
+        above = parent(url)  # beside the others of its directory, so that it can be compared with them
+        return mirror_of(url).run() if above is None else mirror_of(above).run(last_name(url))
     if Path(text).exists():
         return locate_run(text)
     root = library(asked)
@@ -230,15 +235,6 @@ def find_run(text: str, asked: str | None = None) -> RunDirectory:
     raise UsageError(
         f"{len(found)} runs in {shown(root)} have {text!r} in their ids, such as {named}; give more of the id"
     )
-
-
-def _stored_run(url: str) -> RunDirectory:
-    """Mirror a remote run beside the others of its directory, so that it can be compared with them."""
-    from torchrelay.runners.remote_runs.local_copies import mirror_of
-
-    locate_run(url, whole=False)  # reports the problem with it
-    name, above = last_name(url.rstrip("/")), parent(url.rstrip("/"))
-    return mirror_of(url).run() if above is None else mirror_of(above).run(name)
 
 
 def shown(path: Path) -> str:
