@@ -132,7 +132,12 @@ def main(program: type[Program], module: str | None = None, argv: Sequence[str] 
     if not (isinstance(program, type) and issubclass(program, Program)):
         raise UsageError(f"invalid main({program!r:.60}): expected a subclass of torchrelay.Program")
     if (module or program.__module__) != "__main__":
-        _check_not_imported(program, module)
+        spec = getattr(sys.modules.get(program.__module__), "__spec__", None)
+        if module is None and spec is not None and not getattr(spec, "_initializing", False):
+            raise UsageError(  # it is unknown whether the script is imported
+                f"main({program.__name__}) cannot detect an import of this script, because the class is in "
+                f"{program.__module__}: write torchrelay.main({program.__name__}, __name__)"
+            )
         return
     run_and_leave(lambda: perform(taken() or read_request(argv), program))
 
@@ -197,16 +202,6 @@ def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
     words += request.serve.words() if request.serve is not None else []
     flags = (("--overwrite", request.overwrite), ("--retest", request.retest), ("--json", request.json))
     return words + [option for option, on in flags if on]
-
-
-def _check_not_imported(program: type[Program], module: str | None) -> None:
-    """Raise UsageError if it is unknown whether the script is imported."""
-    spec = getattr(sys.modules.get(program.__module__), "__spec__", None)
-    if module is None and spec is not None and not getattr(spec, "_initializing", False):
-        raise UsageError(
-            f"main({program.__name__}) cannot detect an import of this script, because the class is in "
-            f"{program.__module__}: write torchrelay.main({program.__name__}, __name__)"
-        )
 
 
 def load_and_perform(target: str, request: VerbRequest) -> None:

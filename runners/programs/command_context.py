@@ -212,18 +212,8 @@ class BaseCommand:
         found: Evaluated = {}
         for run in self.store.runs():
             with suppress(StorageError):
-                self._take(found, evaluated(run.path))
+                merge_evaluated(found, evaluated(run.path))
         return found
-
-    def take_evaluated(self, more: Evaluated) -> None:
-        """Add files of the current evaluation."""
-        self._take(self.evaluated, more)
-
-    @staticmethod
-    def _take(found: Evaluated, more: Evaluated) -> None:
-        for path, digests in more.items():
-            known = found.setdefault(path, {})
-            known |= {digest: one or known.get(digest, False) for digest, one in digests.items()}
 
     def _noted(self) -> dict[str, dict[str, bool]]:
         """Return the same with the names that the archive uses."""
@@ -235,6 +225,13 @@ class BaseCommand:
                 if name and path.suffix != ".py":
                     found[name] = digests
         return found
+
+
+def merge_evaluated(found: Evaluated, more: Evaluated) -> None:
+    """Add files of another evaluation."""
+    for path, digests in more.items():
+        known = found.setdefault(path, {})
+        known |= {digest: one or known.get(digest, False) for digest, one in digests.items()}
 
 
 def archived_roots(run: ProgramRun) -> list[Root]:
@@ -383,25 +380,15 @@ def status(command: BaseCommand) -> int:
     """Print the status; with `--check` the exit code is 1 if `train` would train, else 0."""
     runs = command.runs()
     run = command.store.find(command.request.run_id) if command.request.run_id else runs[-1] if runs else None
-    found: dict[str, Any] = {
-        "experiment": command.origin.name,
-        "runs": len(runs),
-        "run": None,
-    }
+    found: dict[str, Any] = {"experiment": command.origin.name, "runs": len(runs), "run": None}
     if run is not None:
         checkpoints = LocalStorage(run.path / "checkpoints")
+        facts = run_facts(run.path, str(run.path), run.note, lambda: open_log(checkpoints).newest())
         amended = [one.get("code_id") for one in run.note.amended]
-        codes = {"code_id": run.note.code_id, "amended": amended}
-        found["run"] = {
-            **run_facts(run.path, str(run.path), run.note, lambda: open_log(checkpoints).newest()),
-            **codes,
-        }
+        found["run"] = {**facts, "code_id": run.note.code_id, "amended": amended}
     found |= {"changed": _changed(command, run), "train": _would(command)}
-    if command.request.json:
-        say(json.dumps(found, indent=1))
-    else:
-        for line in _lines(command, found):
-            say(line)
+    lines = [json.dumps(found, indent=1)] if command.request.json else _lines(command, found)
+    say("\n".join(lines))
     return 1 if command.request.check and found["train"]["trains"] else 0
 
 
@@ -437,13 +424,10 @@ def _changed(command: BaseCommand, run: ProgramRun | None) -> dict[str, Any] | N
     if run is None:
         return None
     files, code = command.changed(run), command.identity_of(run).code_id
-    told = None
-    if files is not None:
-        told = {"added": files.added, "changed": files.changed, "removed": files.removed}
     return {
         "code": code is None or code != command.identity.code_id,
         "config": command.identity.config_id != run.note.config_id,
-        "files": told,
+        "files": None if files is None else vars(files),
     }
 
 
@@ -468,27 +452,17 @@ def _lines(command: BaseCommand, found: dict[str, Any]) -> list[str]:
         if run["test"] is not None:
             measured = ", ".join(f"{name} {value}" for name, value in run["test"].items() if name != "epoch")
             lines.append(f"tested at epoch {run['test']['epoch']}: {measured}")
-        lines += _changes(changed)
-    continues = f"continues {would['run']}: {would['why']}"
-    lines.append(
-        "train: "
-        + {
-            "new": f"creates a new run: {would['why']}",
-            "continue": continues,
-            "refused": f"refused, {would['run']} has already trained this code",
-        }[would["what"]]
-    )
-    return lines
-
-
-def _changes(changed: dict[str, Any]) -> list[str]:
-    lines = []
-    files = changed["files"]
-    if files is None:
-        lines.append("code: changes are unknown, because its source was not archived")
-    elif changed["code"]:
-        for word in ("changed", "added", "removed"):
-            lines += [f"{word}: {name}" for name in files[word]]
-    else:
-        lines.append("code: unchanged")
-    return [*lines, *(["configuration: changed"] if changed["config"] else [])]
+        files = changed["files"]
+        if files is None:
+            lines.append("code: changes are unknown, because its source was not archived")
+        elif changed["code"]:
+            lines += [f"{word}: {name}" for word in ("changed", "added", "removed") for name in files[word]]
+        else:
+            lines.append("code: unchanged")
+        lines += ["configuration: changed"] if changed["config"] else []
+    will = {
+        "new": f"creates a new run: {would['why']}",
+        "continue": f"continues {would['run']}: {would['why']}",
+        "refused": f"refused, {would['run']} has already trained this code",
+    }
+    return [*lines, f"train: {will[would['what']]}"]

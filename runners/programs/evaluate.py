@@ -58,7 +58,7 @@ from torchrelay.runners.config_runs.profiles import NO_WARM_START, ConfigResult,
 from torchrelay.runners.config_runs.selection import phases_of, weights_place
 from torchrelay.runners.config_runs.steps import Network
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand, say
+from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand, merge_evaluated, say
 from torchrelay.runners.programs.program import Program, ProgramCommand
 from torchrelay.runners.programs.run_selection import choose_to_use
 from torchrelay.runners.session.local import current_or_new_session
@@ -316,7 +316,7 @@ def _finish(command: BaseCommand, used: Used, work: Work, own: Work) -> None:
 def _used_for(command: BaseCommand, work: Work) -> Used:
     """Choose run and epoch; input files are not source, and no result may replace the source of the run."""
     read = command.contents_of((path for path, _ in work), written=False)
-    command.take_evaluated(read)
+    merge_evaluated(command.evaluated, read)
     used = use(command)
     run = command.store.find(used.path)
     source = command.archived_source(run) or {}

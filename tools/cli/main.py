@@ -108,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RelayError as error:
         return _refuse(error)
     except OSError as error:
-        return _refuse(_of_system(error))
+        text = f"{error.filename or 'the storage'}: {error.strerror}"
+        impossible = error.errno in IMPOSSIBLE  # on that path
+        return _refuse(UsageError(f"{text}; give another path") if impossible else StorageError(text))
     except KeyboardInterrupt as error:
         return exit_code_of(error)
     finally:
@@ -123,12 +125,6 @@ def _spelled(typed: Sequence[str]) -> Sequence[str]:
         f"torchrelay: `{typed[0]}` is now `{now}`; the old spelling will be removed in the next version\n"
     )
     return [*now.split(), *typed[1:]]
-
-
-def _of_system(error: OSError) -> RelayError:
-    """Convert an OSError: UsageError if the path can never work, else StorageError."""
-    text = f"{error.filename or 'the storage'}: {error.strerror}"
-    return UsageError(f"{text}; give another path") if error.errno in IMPOSSIBLE else StorageError(text)
 
 
 def whole_parser() -> Parser:
@@ -158,7 +154,9 @@ def _parser(typed: Sequence[str]) -> Parser:
     for verb in _selected(typed):
         group, _, name = verb.rpartition(" ")
         if group not in groups:
-            groups[group] = _group(groups[""], group)
+            text = _GROUPS[group]
+            one = groups[""].add_parser(group, help=text, description=f"{text[0].upper()}{text[1:]}.")
+            groups[group] = one.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
         module, _, function = _VERBS[verb].partition(":")
         _add(groups[group], name, getattr(import_module(module, __package__), function))
     return parser
@@ -170,13 +168,6 @@ def _selected(typed: Sequence[str]) -> Iterable[str]:
         if (verb := " ".join(typed[:count])) in _VERBS:
             return [verb]
     return _VERBS
-
-
-def _group(verbs: Verbs, name: str) -> Verbs:
-    """Add a group such as `ckpt` and return its subparsers."""
-    text = _GROUPS[name]
-    parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    return parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
 
 
 def _add(verbs: Verbs, name: str, verb: Verb) -> None:

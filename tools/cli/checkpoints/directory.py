@@ -113,16 +113,8 @@ def _epoch_json(
         "seed": facts.seed,
         "bytes": sum(table.sizes.values()),
         "blobs": [
-            {
-                "name": line.name,
-                "kind": line.kind,
-                "scope": line.scope,
-                "dtypes": list(line.dtypes),
-                "shape": None if line.shape is None else list(line.shape),
-                "leaves": line.leaves,
-                "bytes": line.bytes,
-                "written_in": _written(selected, line),
-            }
+            {name: value for name, value in line._asdict().items() if name != "sources"}
+            | {"written_in": _written(selected, line)}
             for line in lines
         ],
         "left_out": count - len(lines),
@@ -169,10 +161,8 @@ def _largest_blobs(place: RunLocation, view: LogView) -> Mapping[str, int]:
 
 def _sort_key(one: TryUse) -> tuple[bool, Position, int, str]:
     """Sort key: epochs by number and branch, then everything else."""
-    entry = one.entry
-    if entry is None:
-        return (True, Position(0), 0, one.name)
-    return (False, entry.position, entry.branch, one.name)
+    position, branch = (Position(0), 0) if one.entry is None else (one.entry.position, one.entry.branch)
+    return (one.entry is None, position, branch, one.name)
 
 
 def _cells(one: TryUse, groups: list[str]) -> tuple[str, ...]:
