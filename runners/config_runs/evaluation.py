@@ -309,11 +309,11 @@ def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | N
             f"runner.{runner.name}: {where} does not exist: train first (`mode` sets the order), or set "
             "`init_model_path` to a run with epochs"
         )
-    choice, (_, behind) = runner.infer_epochs, weights_place(runner)
-    if isinstance(behind, int):
-        choice = EpochChoice("numbers", (behind,))
-    if choice.kind in ("latest", "best") or isinstance(behind, str):
-        word = behind or ("last" if choice.kind == "latest" else "best")
+    choice, (_, epoch) = runner.infer_epochs, weights_place(runner)
+    if isinstance(epoch, int):
+        choice = EpochChoice("numbers", (epoch,))
+    if choice.kind in ("latest", "best") or isinstance(epoch, str):
+        word = epoch or ("last" if choice.kind == "latest" else "best")
         return [open_checkpoint(where, word).epoch], None
     there = [one.position.epoch for one in whole_epochs(read_log(place_of(where)), None) if one.healthy]
     chosen, absent = choice.chosen(there), choice.absent(there)

@@ -103,10 +103,10 @@ class Collector:
         if not self.keeps:
             return {}
         own = {name: [finite(one) for one in it] for name, it in self.collected.take(stream).items()}
-        told = peers.exchange(f"values of {stream}", own) if peers.size > 1 else [own]
+        gathered = peers.exchange(f"values of {stream}", own) if peers.size > 1 else [own]
         stays = {}
-        for full in sorted({name for one in told for name in one}):
-            values = [float(value) for one in told for value in one.get(full, ())]
+        for full in sorted({name for one in gathered for name in one}):
+            values = [float(value) for one in gathered for value in one.get(full, ())]
             name = full.removeprefix(f"{stream}/")
             reduction = self._of(stream, name)
             if callable(reduction):

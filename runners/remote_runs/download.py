@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -174,14 +173,6 @@ Keep = Callable[[str, Path, Path], bool]
 """Decides if the local file of this name is kept, given its path and that of the downloaded one."""
 
 
-@dataclass
-class Brought:
-    """The downloaded files: the version of each name; `left_out` has a reason for each file left out."""
-
-    versions: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-
 def found_in(files: RunFiles, wanted: Callable[[str], bool]) -> tuple[dict[str, Listed], dict[str, str]]:
     """Return the wanted files of a run by name, and the files left out with reasons."""
     found: dict[str, Listed] = {}
@@ -216,17 +207,20 @@ def limit_of(name: str) -> int:
     return MAX_JSON_BYTES + 1 if name.endswith(".json") else MOST_BYTES
 
 
-def bring(files: RunFiles, found: Mapping[str, Listed], into: Path, keep: Keep | None = None) -> Brought:
+def bring(
+    files: RunFiles, found: Mapping[str, Listed], into: Path, keep: Keep | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
     """Download files into a directory, each atomically; local links are never followed.
 
-    A file that is deleted meanwhile is left out. Raises StorageError, and UsageError if a link blocks a path.
+    Returns the version of each name, and the reason for each file that is left out because it was deleted
+    meanwhile. Raises StorageError, and UsageError if a link blocks a path.
     """
-    brought = Brought()
+    versions, left_out = dict[str, str](), dict[str, str]()
 
     def one(name: str) -> None:
         target = place_for(into, name)
         if never_changes(name) and not target.is_symlink() and _size(target) == found[name].size:
-            brought.versions[name] = found[name].version
+            versions[name] = found[name].version
             return
         temporary = into / f".tmp-{secrets.token_hex(6)}"
         try:
@@ -234,9 +228,9 @@ def bring(files: RunFiles, found: Mapping[str, Listed], into: Path, keep: Keep |
                 files.copy_into(name, file, limit_of(name))
             if keep is None or not keep(name, target, temporary):
                 temporary.replace(target)
-            brought.versions[name] = found[name].version
+            versions[name] = found[name].version
         except FileNotFoundError:
-            brought.left_out[printable(name)] = "it was deleted meanwhile"
+            left_out[printable(name)] = "it was deleted meanwhile"
         except StorageError:
             raise
         except OSError as error:
@@ -246,7 +240,7 @@ def bring(files: RunFiles, found: Mapping[str, Listed], into: Path, keep: Keep |
                 temporary.unlink()
 
     files.each(one, list(found))
-    return brought
+    return versions, left_out
 
 
 def place_for(root: Path, name: str) -> Path:

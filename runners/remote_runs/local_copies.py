@@ -27,7 +27,7 @@ from pathlib import Path
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.storage.base import RetryTimeouts, check_exclusion
-from torchrelay.errors import DirectoryInUseError, StorageError, UsageError
+from torchrelay.errors import DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, together
 from torchrelay.metadata.run_directory import RunDirectory
@@ -112,15 +112,13 @@ class Mirror:
             for name, one in found.items()
             if self._may_be_another(below, name, one) or not one.version or known.get(name) != one.version
         }
-        brought = bring(files, new, path)
+        versions, gone = bring(files, new, path)
         for name in [name for name in known if name not in found and wanted(name)]:
             del known[name]
             with suppress(OSError):
                 (path / name).unlink()
-        known.update(brought.versions)
-        self.left_out.update(
-            {f"{files.url}/{name}": why for name, why in (left_out | brought.left_out).items()}
-        )
+        known.update(versions)
+        self.left_out |= {f"{files.url}/{name}": why for name, why in (left_out | gone).items()}
         if wanted(LOGS):
             _stand_for_logs(files, path)
 
@@ -254,48 +252,37 @@ def make_workspace(path: Path) -> None:
         ) from error
 
 
-class WorkspaceLock:
-    """Lock a workspace against other processes of this host; the kernel releases it at exit."""
+def lock_workspace(path: Path) -> int:
+    """Lock a workspace against other processes of this host, until the returned descriptor is closed.
 
-    def __init__(self, path: Path, patience_secs: float = LEAVING_SECS) -> None:
-        self._path, self._patience_secs = path, patience_secs
-        self._descriptor: int | None = None
-
-    def take(self) -> None:
-        """Lock, or raise DirectoryInUseError if another process keeps the lock."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            self._descriptor = os.open(self._path / _LOCK, flags, 0o600)
-        except OSError as error:
-            raise StorageError(f"cannot lock {self._path}: {error.strerror}; remove {_LOCK} there") from error
-        until = time.monotonic() + self._patience_secs
-        while not self._locked():
-            if time.monotonic() > until:
-                self.release()
-                raise DirectoryInUseError(
-                    f"another process of this host works on the same run in {self._path}: wait for it or "
-                    "stop it"
-                )
-            time.sleep(0.05)
-
-    def release(self) -> None:
-        """Release the lock; a second call does nothing."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-    def _locked(self) -> bool:
-        if self._descriptor is None:
-            return False
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
+    The kernel releases it at exit. Raises DirectoryInUseError if another process keeps it, StorageError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path / _LOCK, flags, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot lock {path}: {error.strerror}; remove {_LOCK} there") from error
+    until = time.monotonic() + LEAVING_SECS
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise DirectoryInUseError(
+                        f"another process of this host works on the same run in {path}: wait for it or "
+                        "stop it"
+                    ) from None
+                time.sleep(0.05)
+            else:
+                return descriptor
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError) and not isinstance(error, RelayError):
             raise StorageError(
-                f"{self._path} cannot be locked: {error.strerror}; set {VARIABLE} to a local directory"
+                f"{path} cannot be locked: {error.strerror}; set {VARIABLE} to a local directory"
             ) from error
-        return True
+        raise
 
 
 def set_aside(path: Path) -> Path:

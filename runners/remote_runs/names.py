@@ -88,16 +88,16 @@ def canonical(url: str, what: str) -> str:
     `.` and empty.
     """
     protocol, mark, path = url.partition("://")
-    told = f"{protocol}{mark}{path.rstrip('/')}"
+    address = f"{protocol}{mark}{path.rstrip('/')}"
     if _USER.search(url):
         raise UsageError(
             f"{what} {shown(url)!r} contains a password, which files and messages would show: pass it in "
             "the environment or in fsspec's configuration"
         )
-    open_file_system(told, what)
+    open_file_system(address, what)
     if any(part in ("", ".", "..") for part in path.rstrip("/").split("/")[1:]):
-        raise UsageError(f"{what} {told!r} has names that are none in its path: write it without . and ..")
-    return told
+        raise UsageError(f"{what} {address!r} has names that are none in its path: write it without . and ..")
+    return address
 
 
 def last_name(url: str) -> str:

@@ -9,6 +9,7 @@ this does nothing.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,8 +28,8 @@ from torchrelay.jobs.session import decide, together
 from torchrelay.metadata.fs import MAX_JSON_BYTES, finite, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launcher_status import final_calls
-from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
-from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, check_store, make_workspace, set_aside
+from torchrelay.runners.remote_runs.download import RunFiles, bring, found_in, unlisted
+from torchrelay.runners.remote_runs.local_copies import check_store, lock_workspace, make_workspace, set_aside
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
 from torchrelay.runners.remote_runs.upload import EVERY_SECS, BackgroundUploader, Putter, local_is_newer
 from torchrelay.runners.session.base import SessionBase
@@ -93,8 +94,8 @@ class StoredRun:
         self._files = RunFiles.open(str(run.url), "the run directory", manager.engine.single_writer)
         self._behind: BackgroundUploader | None = None
         self._putter: Putter | None = None
-        self._lock: WorkspaceLock | None = None
-        self._brought = Brought()
+        self._lock: int | None = None
+        self._left_out: dict[str, str] = {}
 
     # Before the run
 
@@ -107,8 +108,7 @@ class StoredRun:
         def make() -> None:
             make_workspace(self._run.path)
             if self._peers.rank == 0:
-                self._lock = WorkspaceLock(self._run.path)
-                self._lock.take()
+                self._lock = lock_workspace(self._run.path)
 
         together(self._peers, "make the workspace", make)
         check_store(self._files, self._peers, place)
@@ -122,9 +122,9 @@ class StoredRun:
         if self._is_of_another(known="run.json" in found):
             beside = set_aside(run.path)
             self._journal.say(f"files of another run in the workspace were moved to {beside}")
-        self._brought = bring(files, found, run.path, local_is_newer)
-        self._brought.left_out.update(left_out)
-        for name, why in self._brought.left_out.items():
+        _, gone = bring(files, found, run.path, local_is_newer)
+        self._left_out = gone | left_out
+        for name, why in self._left_out.items():
             self._journal.warn(f"{run.url}/{name} is not downloaded: {why}")
         if files.stat(STOP) is not None:
             run.stop_file.touch()
@@ -188,7 +188,7 @@ class StoredRun:
         """Start the background upload."""
         self._files.patience = _BEHIND
         self._putter = Putter(self._files, self._run.path, wanted)
-        self._putter.kept.update(self._brought.left_out)
+        self._putter.kept.update(self._left_out)
         look = self._look_around if self._peers.rank == 0 else lambda: None
         self._behind = BackgroundUploader(self._putter, may_put, look, every)
         final_calls.append(self._final_upload)
@@ -279,8 +279,9 @@ class StoredRun:
     def close(self) -> None:
         """Release the workspace; a second call does nothing."""
         self.finish(secs=0.0)
-        if self._lock is not None:
-            self._lock.release()
+        descriptor, self._lock = self._lock, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _some(names: Sequence[str]) -> str:

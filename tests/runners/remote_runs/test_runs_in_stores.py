@@ -26,7 +26,7 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launcher_status import final_calls
 from torchrelay.runners.remote_runs import upload
 from torchrelay.runners.remote_runs.download import RunFiles
-from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, make_workspace, workspace_of
+from torchrelay.runners.remote_runs.local_copies import lock_workspace, make_workspace, workspace_of
 from torchrelay.runners.remote_runs.upload import BYTES_PER_SEC, Putter
 from torchrelay.runners.session import stop_requests
 from torchrelay.runners.training.extras import remote_run
@@ -365,13 +365,11 @@ def test_a_second_process_of_the_host_is_refused(
     from torchrelay.runners.remote_runs import local_copies
 
     make_workspace(workspace_of(url))
-    lock = WorkspaceLock(workspace_of(url))
-    lock.take()
+    lock = lock_workspace(workspace_of(url))
     monkeypatch.setattr(local_copies, "LEAVING_SECS", 0.0)
-    monkeypatch.setattr(WorkspaceLock.__init__, "__defaults__", (0.0,))
     with pytest.raises(DirectoryInUseError, match="another process of this host"):
         train(url, 1)
-    lock.release()
+    os.close(lock)
     assert train(url, 1) == 1
 
 
