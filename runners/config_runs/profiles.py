@@ -224,12 +224,7 @@ def run_config(
         done = list[ProfileResult]()
         for at, (runner, classes) in enumerate(zip(chosen, loaded, strict=True)):
             later = [one.name for one in chosen[at + 1 :]]
-            if runner.kind == LOCAL_TRAIN and not env.launched and runner.worker_num > 1:
-                _run_local_ranks(config, runner, where, later, strict=strict)
-                done.append(ProfileResult(runner.name))
-                continue
-            with apart():
-                done.append(_run_here(config, runner, classes, where, job_options or {}, unread, later))
+            done.append(_run_profile(config, runner, classes, where, job_options or {}, unread, later))
             result = done[-1].result
             if isinstance(result, RunResult) and (code := code_of_result(result)):
                 return ConfigResult(tuple(done), code)
@@ -316,7 +311,7 @@ def _loaded(config: Config, runner: RunnerSection, stack: ExitStack) -> Classes:
         return load_classes(config.settings, runner, loader)
 
 
-def _run_here(
+def _run_profile(
     config: Config,
     runner: RunnerSection,
     classes: Classes,
@@ -325,7 +320,10 @@ def _run_here(
     unread: Unread,
     later: Sequence[str],
 ) -> ProfileResult:
-    settings = config.settings
+    settings, launched = config.settings, read_launch_env().launched
+    if runner.kind == LOCAL_TRAIN and not launched and runner.worker_num > 1:
+        _run_local_ranks(config, runner, run_dir, later, strict=unread.strict)
+        return ProfileResult(runner.name)
     place = epochs_place if runner.infers else run_directory_of
     own = run_dir if not runner.infers or is_of_training(settings, runner) else None
     where, options = own or place(settings, runner), dict[str, Any]()
@@ -338,13 +336,14 @@ def _run_here(
         session = context.get("session")
         unread.report(runner, Solo() if session is None else session.peers)
 
-    world_stays = read_launch_env().launched or current_world() is not None
-    try:
-        ran = run_steps(context, later, report_unread)
-        return ProfileResult(runner.name, context.get("result"), ran)
-    finally:
-        if (session := context.get("session")) is not None:
-            release(session, world_stays=world_stays)
+    world_stays = launched or current_world() is not None
+    with apart():
+        try:
+            ran = run_steps(context, later, report_unread)
+            return ProfileResult(runner.name, context.get("result"), ran)
+        finally:
+            if (session := context.get("session")) is not None:
+                release(session, world_stays=world_stays)
 
 
 def _run_local_ranks(

@@ -27,7 +27,6 @@ from torchrelay.runners.monitoring.console import Output, arg, either, flag, hum
 from torchrelay.runners.remote_runs.resolve import Selected, locate_run, parse_selector, select
 from torchrelay.tools.cli.arguments import BLOBS, run_epoch
 
-
 Resume = tuple[int, str] | None
 """The newest usable epoch before the bad one, and a line on how to resume from it."""
 _NO_RESUME = "no earlier epoch can be resumed from; start over with resume='never' (--resume never)"
