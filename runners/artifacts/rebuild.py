@@ -143,10 +143,7 @@ _REMEDY = "pass --model module:function (model=), a callable that returns the mo
 
 
 def program_of(archives: Archives) -> Program:
-    """Create an instance of the Program class that made the run.
-
-    Raises UsageError if the archive does not contain it, and errors of the archived code.
-    """
+    """Create an instance of the Program class that made the run. Raises UsageError if it is not archived."""
     note = read_note(archives.run)
     name = None if note is None else _module_name(archives, Path(note.origin))
     if note is None or name is None:

@@ -81,10 +81,7 @@ FORMATS = ("jsonl", "csv")
 
 
 def rows_of(predicted: Any, count: int, what: str) -> list[Row]:
-    """Return one row per sample: column `prediction` for a tensor, or one column per name of a mapping.
-
-    Raises UsageError if a column does not have one row per sample.
-    """
+    """Return one row per sample, with column `prediction` or the names of a mapping. UsageError."""
     columns = predicted if isinstance(predicted, Mapping) else {"prediction": predicted}
     listed = {name: _listed(value) for name, value in columns.items()}
     for name, values in listed.items():

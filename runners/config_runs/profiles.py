@@ -84,10 +84,7 @@ def run_steps(
     not_run: Sequence[str] = (),
     started: Callable[[StepContext], None] = lambda _: None,
 ) -> tuple[str, ...]:
-    """Run the steps from `setup` on and return their names; `started` is called after the step `start`.
-
-    Raises StepFailedError, with the skipped profiles in `not_run`, if a step or `started` raises.
-    """
+    """Run the steps and return their names; `started` is called after `start`. Raises StepFailedError."""
     status, ran = STEPS[0].name, list[str]()
     while status != END:
         step = step_named(status)
@@ -268,10 +265,7 @@ def _check_place(config: Config, runner: RunnerSection) -> None:
 
 
 def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
-    """Raise an error for missing weights before an earlier profile trains for hours.
-
-    User-defined steps may write anywhere, so profiles after one with such steps are not checked.
-    """
+    """Raise an error for missing weights before training for hours; own steps may write anywhere."""
     written: list[str] = []
     for runner in chosen:
         where, epoch = weights_place(runner)

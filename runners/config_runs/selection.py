@@ -189,10 +189,7 @@ _PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def file_within(text: str) -> str:
-    """Return the path itself, or for a directory its `config.yaml`. Imports nothing.
-
-    Unreadable paths and the empty text are returned unchanged.
-    """
+    """Return the path itself, or for a directory its `config.yaml`. Imports nothing, and never raises."""
     with suppress(OSError, ValueError):
         return str(Path(text) / _FILE) if text and Path(text).is_dir() else text
     return text

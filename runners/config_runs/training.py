@@ -82,10 +82,7 @@ class InferenceExport:
 
 
 def local_beside(given: str | None, run_dir: str, name: str, key: str) -> Path:
-    """Return the directory for additional files of a run: the given one, else a name in the run directory.
-
-    Raises UsageError for a remote run: these files need a local path.
-    """
+    """Return the directory for more files of a run, by default in it; UsageError for a remote run."""
     if given is None and is_remote(run_dir):
         raise UsageError(
             f"`{key}` is missing: the run is remote ({run_dir}), and these files need a local directory"

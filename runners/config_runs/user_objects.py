@@ -178,10 +178,7 @@ def made_optimizer(model: nn.Module, keys: Optimizer | None, own: type | None) -
 
 
 def made_scheduler(optimizer: optim.Optimizer, keys: Optimizer | None) -> Any:
-    """Create the configured schedule, None if there is none.
-
-    Raises UsageError for an unknown class, for one that needs a metric, and for bad arguments.
-    """
+    """Create the configured schedule, None if there is none. Raises UsageError for what cannot be created."""
     if keys is None or (keys.lr_scheduler is None and keys.decay_steps is None):
         return None
     if keys.lr_scheduler is None:
@@ -386,10 +383,7 @@ class GrowingLoader(EpochLoader):
 
 @dataclass(frozen=True)
 class PartitionsOver:
-    """Stop when a loader has no partition left; `at_start` is the number of epochs with data at the launch.
-
-    A limit: new data lets a finished run continue.
-    """
+    """Stop when a loader has no partition left; `at_start` counts epochs with data at the launch."""
 
     name: str
     loader: GrowingLoader

@@ -57,11 +57,7 @@ os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 class ProgressBar:
-    """Drawn by `show`, removed by `close`; only for streams that `text.draws` accepts.
-
-    rich respects NO_COLOR. stdout is written above the bar only if it is a terminal too; otherwise it is left
-    alone.
-    """
+    """Drawn by `show`, removed by `close`; a stdout that is no terminal is left alone."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console

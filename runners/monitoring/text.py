@@ -79,10 +79,7 @@ def human_bytes(count: int | None) -> str:
 
 
 def draws(stream: TextIO | None) -> bool:
-    """Return True if the stream is a terminal on which text can be overwritten.
-
-    Python uses None for a stream that was closed at start-up.
-    """
+    """Return True if the stream is a terminal on which text can be overwritten; it may be None or closed."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed

@@ -143,10 +143,7 @@ def main(program: type[Program], module: str | None = None, argv: Sequence[str] 
 
 
 def perform(request: VerbRequest, program: type[Program] | None = None) -> int:
-    """Run a subcommand of a program, else of the request's configuration, or run its archived code.
-
-    Returns the exit code.
-    """
+    """Run a subcommand of a program, else of the configuration, or archived code; returns the exit code."""
     archived, source = os.environ.pop(MARK, None), os.environ.pop(SOURCE, None)
     if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
         return 0

@@ -109,10 +109,7 @@ class BaseCommand:
         return Identity(code, self.config_id)
 
     def runs(self) -> list[ProgramRun]:
-        """Return the runs; raises UsageError if they belong to another program of this name.
-
-        A damaged run is reported once and skipped.
-        """
+        """Return the runs, without damaged ones. UsageError if they belong to another program."""
         there = self.store.look()
         for path, error in there.unread.items():
             if path not in self._reported:

@@ -209,10 +209,7 @@ _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
 def amend(command: ProgramCommand | ConfigCommand) -> int:
-    """Record the changed code in the run and print both ids.
-
-    Raises UsageError, DirectoryInUseError, StorageError.
-    """
+    """Record the changed code in the run and print both ids. Raises errors if it must not be changed."""
     runs = command.runs()
     if not runs:
         raise UsageError("no run exists yet to amend: train first")

@@ -226,10 +226,7 @@ def workspace_of(url: str) -> Path:
 
 
 def make_workspace(path: Path) -> None:
-    """Create the directory for this user only; raises UsageError for a link or another user's directory.
-
-    Raises StorageError if it cannot be created or written to.
-    """
+    """Create the directory for this user only. Raises UsageError for what is another's, StorageError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -286,10 +283,7 @@ def lock_workspace(path: Path) -> int:
 
 
 def set_aside(path: Path) -> Path:
-    """Empty a workspace that belongs to another run than the store, keeping one copy of its content.
-
-    The lock stays. Raises StorageError.
-    """
+    """Empty a workspace of another run except the lock, keeping one copy. Raises StorageError."""
     beside = path.with_name(f"{path.name}.before")
     try:
         if beside.is_symlink():

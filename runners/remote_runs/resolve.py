@@ -158,10 +158,7 @@ LAST = EpochQuery(None, "last")
 
 @dataclass(frozen=True)
 class Selector:
-    """A parsed text: a path or URL, and the requested epoch (None if there is none).
-
-    `epoch` is its text, as `open_checkpoint` takes it.
-    """
+    """A path or URL, the requested epoch (None if none), and that as `open_checkpoint` takes it."""
 
     path: str
     wish: EpochQuery | None = None

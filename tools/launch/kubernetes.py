@@ -459,10 +459,7 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
-    """Apply the manifest in `directory`; returns once the cluster has accepted it.
-
-    Raises UsageError if kubectl is missing or fails.
-    """
+    """Apply the manifest in `directory`; returns once the cluster has accepted it. Raises UsageError."""
     options = options_of(request)
     manifest = directory / f"{options.kind}.yaml"
     kubectl = shutil.which("kubectl")

@@ -31,10 +31,7 @@ _IMPATIENT_SECS = 5.0
 
 
 class RequestsToEnd:
-    """Context manager that records SIGTERM, SIGINT and SIGUSR1. Mutable; main thread only.
-
-    `pending` is a signal not yet sent to the agents; `hurry` is True after a second signal.
-    """
+    """Record signals: `pending` is not yet sent to the agents, `hurry` is True after a second one."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -178,10 +178,7 @@ def _is_end(one: Any) -> bool:
 
 
 def _likelihood(code: int, secs: float) -> int:
-    """Return 0 for a likely cause, and more for likely consequences, `secs` after the first failure.
-
-    torchrun ends the remaining ranks by SIGTERM, and by SIGKILL after the grace period.
-    """
+    """Return 0 for a likely cause, more for consequences: torchrun sends SIGTERM, later SIGKILL."""
     if code == -SIGTERM or (code == -SIGKILL and secs >= GRACE_SECS - 1):
         return 3
     if code == LOST:

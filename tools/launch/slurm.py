@@ -66,10 +66,7 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
-    """Submit the file with sbatch; returns 0 once the job is queued.
-
-    Raises UsageError if sbatch is missing or refuses the job.
-    """
+    """Submit the file with sbatch; returns 0 once the job is queued. Raises UsageError if that is refused."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UsageError("sbatch is not on the PATH: launch from a machine with Slurm")

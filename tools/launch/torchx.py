@@ -72,10 +72,7 @@ exec {_CONTINUED.join(lines)}
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
-    """Run the script in `directory`; returns the exit code, 0 for a job that a cluster has accepted.
-
-    Raises UsageError if TorchX is not installed.
-    """
+    """Run the script in `directory`; returns the exit code, 0 for a job that a cluster has accepted."""
     if importlib.util.find_spec("torchx") is None:
         raise UsageError(f"TorchX is not installed: {install_command('torchx')}")
     notes = directory / "attempt_0"

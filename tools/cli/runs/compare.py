@@ -72,10 +72,7 @@ def difference(a: str, b: str, stack: ExitStack, runs: str | None = None) -> Dif
 
 
 def start_of(text: str, stack: ExitStack, runs: str | None = None) -> CapturedStart:
-    """Read the record of a launch, `RUN` (the newest) or `RUN#2`; the stack closes its archive.
-
-    Raises UsageError if the run or the record does not exist.
-    """
+    """Read the record of a launch, `RUN` (the newest) or `RUN#2`; the stack closes its archive."""
     path, number = _split(text)
     run = find_run(path, runs).path
     found = captures(run)

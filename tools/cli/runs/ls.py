@@ -182,10 +182,7 @@ LIBRARY = arg("--runs", "directory to find run ids in (default: TORCHRELAY_RUNS,
 
 
 def library(asked: str | None) -> Path:
-    """Return the directory of the library: as given, else `TORCHRELAY_RUNS`, else `runs`.
-
-    For a URL it is a local mirror with the current metadata of the runs.
-    """
+    """Return the directory of the library (default TORCHRELAY_RUNS, else `runs`), for a URL a mirror."""
     text = asked or os.environ.get("TORCHRELAY_RUNS") or "runs"
     return _stored_library(text) if is_remote(text) else Path(text)
 
