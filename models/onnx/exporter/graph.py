@@ -1,4 +1,4 @@
-"""Export a copy of a module to an ONNX graph with torch, with errors in one line.
+"""Example inputs with names and dynamic sizes, and the export of a copied module to an ONNX graph.
 
 Parameters and buffers keep their names and values; nothing computed from them is folded into constants. The
 model itself is only read and does not change, even after an error. This needs memory for a second model.
@@ -7,9 +7,11 @@ model itself is only read and does not change, even after an error. This needs m
 from __future__ import annotations
 
 import copy
+import inspect
 import linecache
 import re
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +20,198 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as pytree
 
 from torchrelay.checkpoint.state.names import innermost
 from torchrelay.errors import UsageError
-from torchrelay.models.onnx.exporter.inputs import Example
+from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    Value = ir.Value
+    Model = ir.Model
+
+
+def name_of_path(path: Sequence[Any], head: str = "") -> str:
+    """Return a name with keys after dots and positions after underscores: `batch.x`, `output_1`."""
+    name = head
+    for key in path:
+        if isinstance(key, pytree.SequenceKey):
+            name = f"{name or 'output'}_{key.idx}"
+            continue
+        part = str(key.key if isinstance(key, pytree.MappingKey) else getattr(key, "name", key))
+        name = f"{name}.{part}" if name else part
+    return name
+
+
+def leaf_names(names: Sequence[str]) -> list[str]:
+    """Return these names, made unique with numbers."""
+    taken: Counter[str] = Counter()
+    found = []
+    for name in names:
+        wanted, number = name, taken[name]
+        while wanted in found:
+            number += 1
+            wanted = f"{name}_{number}"
+        taken[name] = number
+        found.append(wanted)
+    return found
+
+
+BATCH = "batch"
+Sizes = Mapping[int, str]
+Dynamic = bool | Mapping[str, Sizes]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of `forward` with `args` and `kwargs` on the CPU.
+
+    `names` and `sizes` (the named dimensions) are those of the tensors, in order.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: tuple[str, ...]
+    sizes: tuple[Sizes, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors of the inputs, in the order of `names`."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def extents(self) -> dict[str, int]:
+        """Return the values of the named sizes; raises UsageError if a name has two values."""
+        found: dict[str, int] = {}
+        for name, tensor, sizes in zip(self.names, self.tensors, self.sizes, strict=True):
+            for dim, size in sizes.items():
+                if found.setdefault(size, tensor.shape[dim]) != tensor.shape[dim]:
+                    raise UsageError(
+                        f"the size {size!r} is {found[size]} and, as dimension {dim} of {name!r}, "
+                        f"{tensor.shape[dim]}: a name must have one size; give dynamic= for {name!r}"
+                    )
+        return found
+
+    def resized(self, wanted: Mapping[str, int]) -> Example:
+        """Resize the named sizes: rows are dropped, or repeated from the beginning."""
+        sizes = iter(self.sizes)
+
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            for dim, size in next(sizes).items():
+                tensor = tensor.index_select(dim, torch.arange(wanted[size]) % tensor.shape[dim])
+            return tensor
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, one, (self.args, self.kwargs))
+        return Example(args, kwargs, self.names, self.sizes)
+
+    def shapes(self, dims: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return torch.export's description of every leaf: named dimensions, None for other values."""
+        sizes = iter(self.sizes)
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return None
+            return {dim: dims[size] for dim, size in next(sizes).items()}
+
+        args, kwargs = pytree.tree_map(one, (self.args, self.kwargs))
+        return args, kwargs
+
+
+def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None, dynamic: Dynamic) -> Example:
+    """Convert the user's inputs: a tensor, a sequence of arguments, or a mapping of them by name.
+
+    Raises UsageError for inputs that `forward` does not accept, wrong names, and empty dimensions.
+    """
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, _bound(model, inputs))
+    leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
+    found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not found:
+        raise UsageError("inputs contain no tensor: give example inputs of forward")
+    own = leaf_names([_name(model, args, kwargs, path) for path, _ in found])
+    chosen = chosen_names("input_names", names, own)
+    tensors = dict(zip(chosen, (leaf for _, leaf in found), strict=True))
+    return Example(args, kwargs, chosen, _sizes(tensors, dynamic))
+
+
+def _bound(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments, in the order of `forward`."""
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"inputs do not fit {type(model).__name__}.forward{signature}: {error}; give a tensor, a "
+            "sequence of arguments, or a mapping of them by name (a dict as an argument: in a tuple)"
+        ) from None
+    return bound.args, bound.kwargs
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        raise UsageError("an input is on the meta device and has no values: give examples with values")
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: Any) -> str:
+    """Return the name of a tensor: the parameter and the path in it; only keys for a single dict."""
+    which, first, *rest = path
+    head = str(first.key) if which.idx == 1 else _parameter(model, first.idx)
+    if rest and len(args) + len(kwargs) == 1 and isinstance((*args, *kwargs.values())[0], Mapping):
+        return name_of_path(rest)
+    return name_of_path(rest, head)
+
+
+def _parameter(model: torch.nn.Module, index: int) -> str:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    for at, one in enumerate(parameters):
+        if one.kind is one.VAR_POSITIONAL:
+            return f"{one.name}_{index - at}"
+        if at == index:
+            return one.name
+    return f"input_{index}"
+
+
+def chosen_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that the user chose, by default their own ones; UsageError for another number."""
+    if given is None:
+        return tuple(own)
+    if isinstance(given, str) or len(given) != len(own) or len(set(given)) != len(given):
+        raise UsageError(
+            f"{option}={given!r}: give {len(own)} different names, one for each of {', '.join(own)}"
+        )
+    return tuple(given)
+
+
+def _sizes(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> tuple[Sizes, ...]:
+    """Return the named dimensions of every tensor; equal first dimensions are the batch."""
+    said = {} if isinstance(dynamic, bool) else dict(dynamic)
+    for name in said:
+        if name not in tensors:
+            raise UsageError(f"dynamic has the unknown input {name!r}; known are {', '.join(tensors)}")
+    shapes = [tensor.shape for tensor in tensors.values() if tensor.ndim]
+    batch = shapes[0][0] if shapes and dynamic is not False else None
+    found = []
+    for name, tensor in tensors.items():
+        default = {0: BATCH} if tensor.ndim and tensor.shape[0] == batch else {}
+        sizes = dict(said.get(name, default))
+        _check_sizes(name, tensor, sizes)
+        found.append(sizes)
+    return tuple(found)
+
+
+def _check_sizes(name: str, tensor: torch.Tensor, sizes: Sizes) -> None:
+    for dim, size in sizes.items():
+        if type(dim) is not int or not 0 <= dim < tensor.ndim:
+            raise UsageError(f"dynamic={{{name!r}: {{{dim!r}: ...}}}}: {name!r} has {tensor.ndim} dimensions")
+        if not isinstance(size, str) or not size.isidentifier():
+            raise UsageError(f"invalid size name {size!r} of {name!r} in dynamic: expected one like 'batch'")
+        if not tensor.shape[dim]:
+            raise UsageError(f"dimension {dim} of the example {name!r} is empty: give at least one row")
+
 
 _DATA_DEPENDENT = "forward has control flow that depends on tensor values: use torch.where or torch.cond"
 _CONVERTED = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
@@ -29,9 +219,11 @@ _CONSTANT = re.compile(r"You marked (\w+) as dynamic but your code specialized i
 _LONGEST = 300
 
 
-def refusal(error: Exception, model: str) -> UsageError:
+def _refusal(error: Exception, model: str) -> UsageError:
     """Return the error for the user; raise it from torch's error, which has the details."""
-    causes = _chain(error)
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
     place = next((found for one in causes if (found := _place(one))), "")
     return UsageError(f"{model} cannot be exported to ONNX{place}: {_why(causes)}")
 
@@ -48,21 +240,9 @@ def _why(causes: list[BaseException]) -> str:
             )
         if found := _CONVERTED.search(text):
             return f"the operator {found[1]} has no equivalent in ONNX: replace it in forward"
-    return f"{type(causes[-1]).__name__}: {_line(texts[-1])}"
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    found = [error]
-    while (cause := found[-1].__cause__) is not None and cause not in found:
-        found.append(cause)
-    return found
-
-
-def _line(text: str) -> str:
-    """Return the first line that is not empty."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0] if lines else "unknown reason"
-    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
+    first = next(filter(None, map(str.strip, texts[-1].splitlines())), "unknown reason")
+    shown = first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
+    return f"{type(causes[-1]).__name__}: {shown}"
 
 
 def _place(error: BaseException) -> str:
@@ -82,13 +262,6 @@ def _is_users(file: str) -> bool:
     path = Path(file)
     ours = any(path.is_relative_to(one) for one in packages[:2]) or path.parent == Path(__file__).parent
     return path.is_file() and not ours and "site-packages" not in path.parts and "contextlib" not in path.name
-
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    Value = ir.Value
-    Model = ir.Model
 
 
 def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tuple[Model, Mapping[str, str]]:
@@ -122,16 +295,8 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
     except UsageError:
         raise
     except Exception as error:
-        raise refusal(error, type(model).__name__) from error
+        raise _refusal(error, type(model).__name__) from error
     return graph, _symbols(graph, grown)
-
-
-def check_apart(inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Raise UsageError if an input and an output have the same name."""
-    if both := sorted(set(inputs) & set(outputs)):
-        raise UsageError(
-            f"{', '.join(both)}: an input and an output share a name; give input_names= or output_names="
-        )
 
 
 def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: Mapping[str, str]) -> Model:
@@ -156,12 +321,6 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
         if value.shape is not None:
             value.shape = ir.Shape([_size(dim, symbols) for dim in value.shape])
     return graph
-
-
-def without_unused(graph: Model) -> None:
-    """Remove unused inputs in place."""
-    for value in [one for one in graph.graph.inputs if not one.uses()]:
-        graph.graph.inputs.remove(value)
 
 
 def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 import torchrelay
 from torchrelay.checkpoint.files.publish import Where, check_free, expanded, publish
@@ -25,22 +26,17 @@ from torchrelay.errors import UsageError, install_command
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.models.archive.states import recorded_call
 from torchrelay.models.onnx.exporter.graph import (
-    bare_module,
-    check_apart,
-    graph_of,
-    kept_buffers,
-    named,
-    own_copy,
-    without_unused,
-)
-from torchrelay.models.onnx.exporter.inputs import (
-    Case,
     Dynamic,
     Example,
-    Tolerance,
-    cases_of,
-    compare,
+    bare_module,
+    chosen_names,
     example_of,
+    graph_of,
+    kept_buffers,
+    leaf_names,
+    name_of_path,
+    named,
+    own_copy,
 )
 from torchrelay.models.package.compile import undisturbing
 from torchrelay.records import dataclass
@@ -147,30 +143,39 @@ def to_onnx(
                       metadata=metadata)  # fmt: skip
     place = place_of(path, overwrite=overwrite)
     example = example_of(bare_module(model), inputs, input_names, dynamic)
-    tolerance = _checked(rtol, atol)
-    _check_metadata(metadata or {})
+    _check_options(rtol, atol, metadata or {})
     with undisturbing():
-        copied = own_copy(model)
-        cases = _cases(copied, example, output_names)
-        graph, signature = _graph(copied, example, cases, opset, drop_unused=drop_unused)
+        graph, signature, cases = _exported(own_copy(model), example, output_names, opset, drop_unused)
         _describe(graph, signature, metadata or {})
-        content = _OnnxContent(graph, signature, cases if compare else (), tolerance)
-        return _published(place, content, overwrite=overwrite)
+        tolerance = (float(rtol), float(atol))
+        return _published(place, graph, signature, cases if compare else [], tolerance, overwrite=overwrite)
 
 
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise UsageError for metadata other than strings."""
+def _check_options(rtol: float, atol: float, metadata: Mapping[str, str]) -> None:
+    if not all(isinstance(one, (int, float)) and one >= 0 for one in (rtol, atol)):
+        raise UsageError(f"invalid rtol={rtol!r}, atol={atol!r}: expected numbers >= 0")
     for name, value in metadata.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values must be strings")
 
 
-def _cases(model: torch.nn.Module, example: Example, output_names: Sequence[str] | None) -> list[Case]:
-    """Run the model on the example and resized ones, restoring its buffers."""
+def _exported(
+    model: torch.nn.Module, example: Example, names: Sequence[str] | None, opset: int | None, drop: bool
+) -> tuple[ir.Model, Signature, list[Case]]:
+    """Run the model on the example and resized ones, restoring its buffers, and export it."""
     with kept_buffers(model):
-        cases = cases_of(model, example, output_names)
-    check_apart(example.names, tuple(cases[0].outputs))
-    return cases
+        cases = cases_of(model, example, names)
+    inputs, outputs = cases[0].inputs, cases[0].outputs
+    if both := sorted(set(example.names) & set(outputs)):
+        raise UsageError(
+            f"{', '.join(both)}: an input and an output share a name; give input_names= or output_names="
+        )
+    graph, symbols = graph_of(model, example, opset)
+    named(graph, example.names, tuple(outputs), symbols)
+    if drop:
+        for value in [one for one in graph.graph.inputs if not one.uses()]:
+            graph.graph.inputs.remove(value)
+    return graph, Signature(_specs(graph.graph.inputs, inputs), _specs(graph.graph.outputs, outputs)), cases
 
 
 def _recorded(model: torch.nn.Module) -> tuple[Any, Any]:
@@ -187,24 +192,6 @@ def _proto(model: torch.nn.Module, inputs: Any, **options: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="torchrelay-onnx-") as folder:
         to_onnx(model, inputs, Path(folder) / "model.onnx", **options)
         return onnx.load(str(Path(folder) / "model.onnx"))
-
-
-def _checked(rtol: float, atol: float) -> Tolerance:
-    if not all(isinstance(one, (int, float)) and one >= 0 for one in (rtol, atol)):
-        raise UsageError(f"invalid rtol={rtol!r}, atol={atol!r}: expected numbers >= 0")
-    return Tolerance(float(rtol), float(atol))
-
-
-def _graph(
-    model: torch.nn.Module, example: Example, cases: Sequence[Case], opset: int | None, *, drop_unused: bool
-) -> tuple[ir.Model, Signature]:
-    graph, symbols = graph_of(model, example, opset)
-    named(graph, example.names, tuple(cases[0].outputs), symbols)
-    if drop_unused:
-        without_unused(graph)
-    return graph, Signature(
-        _specs(graph.graph.inputs, cases[0].inputs), _specs(graph.graph.outputs, cases[0].outputs)
-    )
 
 
 def _specs(values: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
@@ -228,33 +215,32 @@ def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]
         initializer.metadata_props.clear()
 
 
-@dataclass(frozen=True)
-class _OnnxContent:
-    graph: ir.Model
-    signature: Signature
-    cases: Sequence[Case]
-    tolerance: Tolerance
-
-
-def _published(place: Path | str, content: _OnnxContent, *, overwrite: bool) -> OnnxFile:
+def _published(
+    place: Path | str,
+    graph: ir.Model,
+    signature: Signature,
+    cases: Sequence[Case],
+    tolerance: tuple[float, float],
+    *,
+    overwrite: bool,
+) -> OnnxFile:
     name = place.name if isinstance(place, Path) else place.rpartition("/")[2]
-    found: list[Any] = []
+    difference, nbytes = 0.0, 0
     old: list[Path] = []
 
     def write(folder: Path) -> None:
-        _save(content.graph, folder / name)
+        nonlocal difference, nbytes
+        _save(graph, folder / name)
         _check(folder / name)
-        cases = content.cases
-        difference = compare(folder / name, cases, content.tolerance) if cases else 0.0
-        found.extend((sum(one.stat().st_size for one in folder.iterdir()), difference))
+        difference = _compared(folder / name, cases, tolerance) if cases else 0.0
+        nbytes = sum(one.stat().st_size for one in folder.iterdir())
         old.extend(_weights_beside(place) if isinstance(place, Path) else [])
 
     where = str(publish(place, write, overwrite=overwrite, several=True))
     for one in old:
         one.unlink(missing_ok=True)
-    extents = tuple(dict(case.extents) for case in content.cases)
-    nbytes, difference = found
-    return OnnxFile(where, content.signature, content.graph.opset_imports[""], nbytes, extents, difference)
+    extents = tuple(dict(case.extents) for case in cases)
+    return OnnxFile(where, signature, graph.opset_imports[""], nbytes, extents, difference)
 
 
 def _save(graph: ir.Model, path: Path) -> None:
@@ -277,3 +263,118 @@ def _check(path: Path) -> None:
         raise UsageError(
             f"ONNX's checker rejected the exported model: {' '.join(str(error).split()):.300}"
         ) from error
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs with torch's outputs."""
+
+    extents: Mapping[str, int]
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+
+
+def cases_of(model: torch.nn.Module, example: Example, output_names: Sequence[str] | None) -> list[Case]:
+    """Return the example, and with dynamic sizes also resized ones; raises UsageError."""
+    extents = example.extents()
+    first = _case(model, example, extents, output_names, "")
+    if not extents:
+        return [first]
+    # Prefer smaller sizes (at least 2), because a model may limit its sizes.
+    other = {size: extent - 1 if extent > 2 else extent + 1 for size, extent in extents.items()}
+    remedy = "; omit fixed sizes from dynamic="
+    return [first, _case(model, example.resized(other), other, output_names, remedy)]
+
+
+def _compared(path: Path, cases: Sequence[Case], tolerance: tuple[float, float]) -> float:
+    """Return the largest difference; raises UsageError if it exceeds the tolerance, or a run fails."""
+    session = _session(path)
+    taken = [one.name for one in session.get_inputs()]
+    worst = 0.0
+    for case in cases:
+        try:
+            found = session.run(None, {name: case.inputs[name].numpy() for name in taken})
+        except Exception as error:
+            raise UsageError(_not_run(error)) from error
+        for (name, wanted), answer in zip(case.outputs.items(), found, strict=True):
+            worst = max(worst, _difference(name, torch.from_numpy(answer), wanted, tolerance, case.extents))
+    return worst
+
+
+def _case(
+    model: torch.nn.Module,
+    example: Example,
+    extents: Mapping[str, int],
+    names: Sequence[str] | None,
+    remedy: str,
+) -> Case:
+    inputs = [tensor.clone() for tensor in example.tensors]
+    try:
+        answer = model(*example.args, **example.kwargs)
+    except Exception as error:
+        said = ", ".join(f"{size} {extent}" for size, extent in extents.items())
+        raise UsageError(
+            f"the model itself fails with the inputs ({said or 'as given'}): {type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]:.200}{remedy}"
+        ) from error
+    outputs = _outputs(answer, names)
+    return Case(extents, dict(zip(example.names, inputs, strict=True)), outputs)
+
+
+def _outputs(answer: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor]:
+    leaves = pytree.tree_flatten_with_path(answer)[0]
+    own = leaf_names([name_of_path(path) or "output" for path, leaf in leaves if leaf is not None])
+    tensors = [leaf for _, leaf in leaves if leaf is not None]
+    for name, leaf in zip(own, tensors, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            raise UsageError(f"forward returns {leaf!r:.60} as {name!r}: ONNX supports tensors only")
+    if not tensors:
+        raise UsageError("forward returns no tensor, so there is nothing to export")
+    chosen = chosen_names("output_names", names, own)
+    return dict(zip(chosen, (one.detach().clone() for one in tensors), strict=True))
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = torch.get_num_threads()
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise UsageError(_not_run(error)) from error
+
+
+def _not_run(error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    return (
+        f"onnxruntime cannot run the exported model, so nothing was written: {reason:.300}; "
+        "compare=False skips the comparison"
+    )
+
+
+def _difference(
+    name: str,
+    found: torch.Tensor,
+    wanted: torch.Tensor,
+    tolerance: tuple[float, float],
+    extents: Mapping[str, int],
+) -> float:
+    where = ", ".join(f"{size} {extent}" for size, extent in extents.items()) or "the inputs as given"
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise UsageError(
+            f"output {name!r} is {found.dtype} {list(found.shape)} in ONNX and {wanted.dtype} "
+            f"{list(wanted.shape)} in torch, with {where}: nothing was written"
+        )
+    rtol, atol = tolerance if wanted.is_floating_point() else (0.0, 0.0)
+    ours, theirs = found.double(), wanted.double()
+    apart = (ours - theirs).abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    apart[ours == theirs] = 0.0
+    greatest = float(apart.max()) if apart.numel() else 0.0
+    if not torch.allclose(ours, theirs, rtol=rtol, atol=atol, equal_nan=True):
+        raise UsageError(
+            f"output {name!r} differs by up to {greatest:.3g} between ONNX and torch, with {where} "
+            f"(allowed: {atol:g} + {rtol:g} of the value): nothing was written"
+        )
+    return greatest
