@@ -1,29 +1,203 @@
-"""Plan and run the operators needed for the requested values, releasing each value after its last use.
+"""Operators and their calls, plans of the operators needed for the requested values, and their runs.
 
-Tensors of the file become parameters or buffers. Dots in names lead to nested containers, as in torch:
-`layers.0.weight` is the parameter `weight` in `0` in `layers`. Names that are invalid there (an empty part,
-the name of a method, a prefix of another name) are replaced, and hooks restore them in the state dict.
+A value is released after its last use. Sizes from Shape and arithmetic on them are kept as integers, so that
+no shapes are read from tensors. Under torch.export they are symbols, and a dynamic batch size stays dynamic.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from functools import cache
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
 
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.models.onnx.importer.graph import Graph, GraphNode, ModelContent
-from torchrelay.models.onnx.importer.operator import Ints, OpCall, Operator, as_ints, as_numbers, on_ints
+from torchrelay.models.onnx.importer.graph import Graph, GraphNode
 from torchrelay.models.onnx.importer.tensors import check_entered
 from torchrelay.records import dataclass
+
+MAX_KNOWN = 4096
+"""Largest integer constant, in elements, that is also kept as integers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ints:
+    """A vector of 64-bit integers, or with `scalar` a single one."""
+
+    values: tuple[Any, ...]
+    scalar: bool = False
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """Convert to a tensor; symbols stay symbols."""
+        if all(type(one) is int for one in self.values):
+            found = torch.tensor(self.values, dtype=torch.int64, device=device)
+        else:
+            one_by_one = [torch.full((), one, dtype=torch.int64, device=device) for one in self.values]
+            found = torch.stack(one_by_one)
+        return found.reshape(()) if self.scalar else found
+
+
+def known_ints(tensor: torch.Tensor) -> Ints | None:
+    """Read a small tensor of at most one dimension as integers; None for others."""
+    bytes_ = tensor.dtype in (torch.int8, torch.uint8, torch.bool)
+    if bytes_ or tensor.dim() > 1 or tensor.numel() > MAX_KNOWN:
+        return None
+    return Ints(tuple(tensor.reshape(-1).tolist()), tensor.dim() == 0)
+
+
+def as_numbers(value: Any) -> list[Any] | None:
+    """Convert an input of factors to a flat list of floats."""
+    if value is None:
+        return None
+    return list(value.values if isinstance(value, Ints) else value.reshape(-1).tolist())
+
+
+def as_ints(value: Any) -> list[Any] | None:
+    """Convert an input of sizes, axes or indices to a flat list of integers."""
+    found = as_numbers(value)
+    return found if found is None or isinstance(value, Ints) else [int(one) for one in found]
+
+
+def _pairwise(compute: Callable[[Any, Any], Any]) -> Callable[..., Ints | None]:
+    def run(attributes: dict[str, Any], one: Ints, other: Ints) -> Ints | None:
+        size = max(len(one.values), len(other.values))
+        if not {len(one.values), len(other.values)} <= {1, size}:
+            return None
+        ones, others = (side.values * (size if len(side.values) == 1 else 1) for side in (one, other))
+        return Ints(tuple(map(compute, ones, others)), one.scalar and other.scalar)
+
+    return run
+
+
+def _divided(one: Any, other: Any) -> Any:
+    if type(one) is int and type(other) is int:
+        return abs(one) // abs(other) * (1 if (one < 0) == (other < 0) else -1)
+    return one // other
+
+
+def _gather(attributes: dict[str, Any], data: Ints, places: Ints) -> Ints | None:
+    known, size = data.values, len(data.values)
+    inside = all(type(place) is int and -size <= place < size for place in places.values)
+    return Ints(tuple(known[place] for place in places.values), places.scalar) if inside else None
+
+
+def _slice(attributes: dict[str, Any], data: Ints, *where: Ints) -> Ints | None:
+    if "starts" in attributes or any(type(one) is not int for part in where for one in part.values):
+        return None
+    if any(len(part.values) != 1 for part in where) or {*(one.values for one in where[2:3])} - {(0,), (-1,)}:
+        return None
+    step = where[3].values[0] if len(where) > 3 else 1
+    begin, end = where[0].values[0], where[1].values[0]
+    if step < 0 and end < -len(data.values):
+        end = None
+    return Ints(data.values[begin:end:step])
+
+
+def _product(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints:
+    return Ints((math.prod(data.values),), scalar=not attributes.get("keepdims", 1))
+
+
+def _reshape(attributes: dict[str, Any], data: Ints, shape: Ints) -> Ints | None:
+    if len(shape.values) == 1 and shape.values[0] in (-1, len(data.values)):
+        return Ints(data.values)
+    return Ints(data.values, scalar=True) if not shape.values and len(data.values) == 1 else None
+
+
+_ON_INTS: dict[str, Callable[..., Ints | None]] = {
+    "Add": _pairwise(lambda one, other: one + other),
+    "Sub": _pairwise(lambda one, other: one - other),
+    "Mul": _pairwise(lambda one, other: one * other),
+    "Div": _pairwise(_divided),
+    "Gather": _gather,
+    "Concat": lambda said, *parts: Ints(tuple(one for part in parts for one in part.values)),
+    "Slice": _slice,
+    "Identity": lambda said, data: data,
+    "Cast": lambda said, data: data if said.get("to") == 7 else None,
+    "Unsqueeze": lambda said, data, *_: Ints(data.values) if data.scalar else None,
+    "Squeeze": lambda said, data, *_: Ints(data.values, scalar=True) if len(data.values) == 1 else None,
+    "ReduceProd": _product,
+    "Reshape": _reshape,
+}
+
+
+def on_ints(operator: str, attributes: dict[str, Any], inputs: Sequence[Any]) -> Ints | None:
+    """Compute an operator on known integers; None if it needs tensors."""
+    compute = _ON_INTS.get(operator)
+    if compute is None or not all(isinstance(one, Ints) for one in inputs):
+        return None
+    return compute(attributes, *inputs)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator: `run(call, *inputs)` returns the output or a tuple; omitted inputs are None.
+
+    Inputs at the positions `ints` (sizes, axes, indices) are passed as lists of integers, those at `numbers`
+    as lists of floats. With `raw` all inputs are passed unchanged, including known integers.
+    """
+
+    run: Callable[..., Any]
+    ints: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    raw: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class OpCall:
+    """One run of an operator: its attributes, the mode of the module, and a function to run inner graphs.
+
+    `own` are the positions of inputs that are initializers, `fixed` also those of constants.
+    """
+
+    node: GraphNode
+    training: bool
+    device: torch.device
+    own: frozenset[int]
+    fixed: frozenset[int]
+    enter: Callable[[Graph, Mapping[str, Any]], tuple[Any, ...]]
+
+    @property
+    def version(self) -> int:
+        """Version of the operator set."""
+        return self.node.version
+
+    @property
+    def outputs(self) -> int:
+        """Number of named outputs."""
+        return max((at + 1 for at, name in enumerate(self.node.outputs) if name), default=0)
+
+    def has(self, name: str) -> bool:
+        """Return True if the attribute is given."""
+        return name in self.node.attributes
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the attribute, or its default in the standard."""
+        return self.node.attributes.get(name, default)
+
+    def need(self, name: str) -> Any:
+        """Return the attribute; raises UsageError if it is missing."""
+        if name not in self.node.attributes:
+            raise UsageError(f"{self.node} lacks the attribute {name!r}")
+        return self.node.attributes[name]
+
+    def graph(self, name: str) -> Graph:
+        """Return the inner graph with this name."""
+        found = self.need(name)
+        if not isinstance(found, Graph):
+            raise UsageError(f"{self.node} has no graph {name!r}")
+        return found
+
+    def tensor(self, value: Any) -> Any:
+        """Convert a value that may be known integers to a tensor."""
+        return value.tensor(self.device) if isinstance(value, Ints) else value
+
+    def fail(self, why: str) -> UsageError:
+        """Return the error for an unsupported use of this operator."""
+        return UsageError(f"{self.node}: {why}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +241,7 @@ def plan_of(
 
 
 def inputs_of(node: GraphNode) -> set[str]:
-    """Yield the values that a node uses, including those of its inner graphs."""
+    """Return the values that a node uses, including those of its inner graphs."""
     inner = {name for one in node.attributes.values() if isinstance(one, Graph) for name in one.captured}
     return {name for name in node.inputs if name} | inner
 
@@ -100,46 +274,11 @@ def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
     return (*left, *loose)
 
 
-PREVIEW, TRAINING, ML = "ai.onnx.preview", "ai.onnx.preview.training", "ai.onnx.ml"
-
-
-@cache
-def operators() -> Mapping[tuple[str, str], Operator]:
-    """Return the table (domain, name) -> operator."""
-    # Imported with the first model, because they are large.
-    from torchrelay.models.onnx.importer.ops import (
-        arithmetic,
-        attention,
-        cast,
-        control_flow,
-        conv,
-        norm,
-        recurrent,
-        resize,
-        shape,
-    )
-
-    families = (
-        arithmetic, attention, cast, control_flow, conv, norm, recurrent, resize, shape,
-    )  # fmt: skip
-    tables: list[tuple[str, Mapping[str, Any]]] = [("", family.OPERATORS) for family in families]
-    tables += [(PREVIEW, attention.PREVIEW_OPERATORS), (TRAINING, norm.TRAINING_OPERATORS)]
-    return {
-        (domain, name): run if isinstance(run, Operator) else Operator(run)
-        for domain, table in [*tables, (ML, norm.ML_OPERATORS)]
-        for name, run in table.items()
-    }
-
-
-def supported(domain: str, name: str) -> bool:
-    """Return True if the operator is supported."""
-    return (domain, name) in operators() or (domain, name) == ("", "Constant")
-
-
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """State of the module for a run: its mode and stored values."""
+    """State of the module for a run: its operators by domain and name, its mode and stored values."""
 
+    operators: Mapping[tuple[str, str], Operator]
     training: bool
     device: torch.device
     stored: Callable[[Graph, str], Any]
@@ -195,7 +334,7 @@ def _on_tensors(
     known: Mapping[str, Ints],
     around: Surroundings,
 ) -> Any:
-    operator = operators()[node.kind]
+    operator = around.operators[node.domain, node.operator]
     own = frozenset(at for at, name in enumerate(node.inputs) if name in graph.initializers)
     fixed = own | {at for at, name in enumerate(node.inputs) if name in graph.constants}
     device = _device(inputs, around)
@@ -244,183 +383,3 @@ def _entering(
         return run_plan(inner, around.plans[id(inner)], {**outer, **given}, around)
 
     return enter
-
-
-Path = tuple[tuple[str, ...], str]
-"""Containers that lead to a tensor, and its name in the last one."""
-
-_ODD = "of_file"
-CONSTANTS = "file_constants"
-_EXPORTERS = re.compile(r"val_\d+")
-"""Names used by torch's exporter, which fails if a module has them already."""
-
-
-class Container(nn.Module):
-    """A module for a part of a dotted name."""
-
-
-_MODULE = frozenset(dir(nn.Module()))
-"""Also the instance attributes, such as `training` and `_modules`."""
-
-
-def paths_of(names: Iterable[str], taken: object) -> dict[str, Path]:
-    """Return the path of each name below a root that has the attributes `taken`."""
-    names = list(names)
-    prefixes = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
-    shadowing = _MODULE | frozenset(dir(taken)) | {"_paths", _ODD, CONSTANTS}
-    found: dict[str, Path] = {}
-    plain: set[str] = set()
-    for name in names:
-        *inside, last = name.split(".")
-        odd = name in prefixes or any(not one or one in shadowing for one in (*inside, last))
-        if odd or _EXPORTERS.fullmatch(name):
-            short = _short(name, plain)
-            plain.add(short)
-            found[name] = ((_ODD,), short)
-        else:
-            found[name] = (tuple(inside), last)
-    return found
-
-
-def _short(name: str, taken: Collection[str]) -> str:
-    """Return a free attribute name similar to `name`."""
-    short = re.sub(r"\W", "_", name, flags=re.ASCII)
-    return short if short and short not in taken and short not in _MODULE else f"{short}_of_{len(taken)}"
-
-
-def keep(
-    root: nn.Module, paths: Mapping[str, Path], tensors: Mapping[str, torch.Tensor], trained: frozenset[str]
-) -> None:
-    """Register the tensors below `root` as parameters (`trained`) or buffers; hooks map invalid names."""
-    for name, (inside, last) in paths.items():
-        holder = root
-        for part in inside:
-            if part not in holder._modules:
-                holder.add_module(part, Container())
-            holder = holder._modules[part]  # type: ignore[assignment]
-        if name in trained:
-            holder.register_parameter(last, nn.Parameter(tensors[name]))
-        else:
-            holder.register_buffer(last, tensors[name])
-    odd = {f"{_ODD}.{last}": name for name, (inside, last) in paths.items() if inside == (_ODD,)}
-    if odd:
-        root.register_state_dict_post_hook(_Renaming(odd, out=True))
-        root.register_load_state_dict_pre_hook(_Renaming(odd, out=False))
-
-
-class _Renaming:
-    """Hook that replaces numbered names in a state dict by those of the file, or back."""
-
-    def __init__(self, names: Mapping[str, str], out: bool) -> None:
-        self._names, self._out = dict(names), out
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for inner, name in self._names.items():
-            old, new = (inner, name) if self._out else (name, inner)
-            if prefix + old in state:
-                state[prefix + new] = state.pop(prefix + old)
-
-
-def keep_constants(root: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Register constants as buffers that are not in the state dict."""
-    holder = Container()
-    for at, tensor in enumerate(tensors):
-        holder.register_buffer(f"c{at}", tensor, persistent=False)
-    root.add_module(CONSTANTS, holder)
-
-
-def kept(root: nn.Module, path: Path) -> torch.Tensor:
-    """Return the current tensor at a path."""
-    holder = root
-    for part in path[0]:
-        holder = holder._modules[part]  # type: ignore[assignment]
-    found = holder._parameters.get(path[1])
-    return holder._buffers[path[1]] if found is None else found  # type: ignore[return-value]
-
-
-def constant(root: nn.Module, at: int) -> torch.Tensor:
-    """Return the constant with this number."""
-    return root._modules[CONSTANTS]._buffers[f"c{at}"]  # type: ignore[union-attr, return-value]
-
-
-T = TypeVar("T")
-
-_WITHOUT_GRADIENT = {
-    "BatchNormalization": (3, 4), "Resize": (1, 2, 3), "Upsample": (1,), "Pad": (2,), "Dropout": (1, 2),
-    "Range": (0, 1, 2), "OneHot": (0, 1), "NonMaxSuppression": (0, 1, 2, 3, 4), "Shape": (0,), "Size": (0,),
-    "ArgMax": (0,), "ArgMin": (0,), "CastLike": (1,), "NonZero": (0,), "QuantizeLinear": (1, 2),
-    "DequantizeLinear": (1, 2),
-}  # fmt: skip
-"""Inputs without gradients: running statistics, sizes, scales of quantization."""
-_MADE_UP = re.compile(
-    r"val_\d+|scalar_tensor_default(_\d+)?|_val_\d+|onnx::\w+_\d+|.*/Constant(_\d+)?_output_\d+"
-)
-"""Names given by torch's exporters to constants in the code."""
-
-
-def kept_initializers(content: ModelContent, plan: ExecutionPlan) -> list[str]:
-    """Return the state dict keys: all for the whole model, else those of the plan."""
-    whole = plan.results == content.graph.outputs
-    inner = {key for node, _ in plan.steps for key in _inner_keys(node)}
-    needed = inner | {key for name, key in content.graph.initializers.items() if name in plan.needed}
-    return [key for key in content.initializers if whole or key in needed]
-
-
-def _inner_keys(node: GraphNode) -> Iterable[str]:
-    for one in node.attributes.values():
-        if isinstance(one, Graph):
-            yield from one.initializers.values()
-            for inside in one.nodes:
-                yield from _inner_keys(inside)
-
-
-def trained_initializers(
-    content: ModelContent, kept: Sequence[str], trainable: Sequence[str]
-) -> frozenset[str]:
-    """Return the keys that become parameters: floats with a use that receives gradients."""
-    floats = {key: key for key in kept if content.initializers[key].dtype.is_floating_point}
-    found = set(matching(floats, trainable))
-    for key in floats:
-        tensor = content.initializers[key]
-        constant = tensor.numel() == 1 and _MADE_UP.fullmatch(key) is not None
-        if tensor.itemsize > 1 and not constant:  # float8 has no arithmetic for training
-            uses = content.uses.get(key, frozenset())
-            if any(at not in _WITHOUT_GRADIENT.get(operator, ()) for operator, at in uses):
-                found.add(key)
-    return frozenset(found)
-
-
-def as_patterns(patterns: Sequence[str]) -> Sequence[str]:
-    """Return the patterns; raises UsageError for a single str instead of a tuple."""
-    if isinstance(patterns, str):
-        raise UsageError(f"expected a tuple of patterns such as ({patterns!r},), not a str")
-    return patterns
-
-
-def matching(named: Mapping[str, T], patterns: Sequence[str]) -> list[T]:
-    """Return the names that match the patterns; raises UsageError for a pattern without a match."""
-    found: dict[str, T] = {}
-    for pattern in as_patterns(patterns):
-        hits = {name: one for name, one in named.items() if fnmatchcase(name, pattern)}
-        if not hits:
-            raise UsageError(
-                f"pattern {pattern!r} matches no parameter; known are {', '.join(list(named)[:8])}"
-            )
-        found.update(hits)
-    return list(found.values())
-
-
-def begins_in_training(content: ModelContent) -> bool:
-    """Return True if a batch normalization or dropout of the file is in training mode."""
-    return any(
-        (node.operator == "BatchNormalization" and node.attributes.get("training_mode") == 1)
-        or (node.operator == "Dropout" and len(node.inputs) > 2 and _is_true(content, node.inputs[2]))
-        for node in content.graph.nodes
-    )
-
-
-def _is_true(content: ModelContent, name: str) -> bool:
-    graph = content.graph
-    if name in graph.initializers:
-        return bool(content.initializers[graph.initializers[name]].any())
-    return name in graph.constants and bool(content.constants[graph.constants[name]].any())

@@ -1,4 +1,4 @@
-"""Executable graphs: operators in order, built from a checked ModelProto and free of protobuf.
+"""Read an ONNX file, check it, and convert it to executable graphs, which are free of protobuf.
 
 One pass over all graphs reports all unsupported operators at once, and missing values and cycles by name.
 """
@@ -6,8 +6,9 @@ One pass over all graphs reports all unsupported operators at once, and missing 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,10 +16,9 @@ from typing import Any
 
 import torch
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import DamagedError, StorageError, UsageError, install_command
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 from torchrelay.models.onnx.importer import tensors as limits
-from torchrelay.models.onnx.importer.model_file import KNOWN_DOMAINS, domain_of, inner_graphs, opsets
 from torchrelay.models.onnx.importer.tensors import (
     DTYPES,
     FLOAT4,
@@ -29,6 +29,199 @@ from torchrelay.models.onnx.importer.tensors import (
     stored_tensor,
 )
 from torchrelay.records import dataclass
+
+
+def _texts(message: Any, depth: int = 0) -> Iterable[Any]:
+    """Yield the texts in a message but its comments; raises UsageError for graphs nested too deeply."""
+    depth += message.DESCRIPTOR.name == "GraphProto"
+    if depth > limits.MAX_DEPTH + 1:
+        raise UsageError(f"the model nests graphs more than {limits.MAX_DEPTH} deep")
+    for one in message.DESCRIPTOR.fields:
+        if one.type not in (one.TYPE_STRING, one.TYPE_MESSAGE) or one.name == "doc_string":
+            continue
+        held = getattr(message, one.name)
+        if isinstance(held, (str, bytes)):
+            yield held
+        elif not hasattr(held, "DESCRIPTOR"):  # several
+            for inside in held:
+                yield from _texts(inside, depth) if hasattr(inside, "DESCRIPTOR") else [inside]
+        elif message.HasField(one.name):
+            yield from _texts(held, depth)
+
+
+def _inner_graphs(node: Any) -> list[Any]:
+    """Return the graphs among the attributes of a node."""
+    return [
+        graph for one in node.attribute for graph in [*([one.g] if one.HasField("g") else []), *one.graphs]
+    ]
+
+
+KNOWN_OPSET = 28
+"""The newest implemented operator set."""
+OLDEST_OPSET = 7
+"""Older operator sets are converted to this one, because their broadcasting rules differ."""
+_Name = tuple[str, str, str]
+"""Domain, name and overload of a function."""
+KNOWN_DOMAINS = {"": KNOWN_OPSET, "ai.onnx.ml": 6, "ai.onnx.preview": 1, "ai.onnx.preview.training": 1}
+
+
+def read_model(source: Any) -> tuple[Any, Path | None]:
+    """Read a ModelProto from a path, bytes or a ModelProto; returns it with the folder of its external data.
+
+    External tensors are not read. Raises StorageError for an unreadable file, DamagedError if it is not an
+    ONNX model, UsageError if this version does not support it.
+    """
+    try:
+        import onnx
+        import onnx.external_data_helper
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise UsageError(f"reading ONNX files needs the package onnx: {install_command('onnx')}") from error
+    if isinstance(source, onnx.ModelProto):
+        return source, None
+    if hasattr(source, "model_proto"):  # torch.onnx.ONNXProgram
+        return source.model_proto, None
+    if isinstance(source, bytes | bytearray | memoryview):
+        content, what, folder = bytes(source), "these bytes", None
+    elif isinstance(source, str | os.PathLike):
+        path = Path(source)
+        what, folder = str(path), path.absolute().parent
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    else:
+        raise UsageError(f"expected a path, bytes or a ModelProto, not {type(source).__name__}")
+    try:
+        model = onnx.ModelProto.FromString(content)
+    except (DecodeError, RecursionError, ValueError) as error:
+        raise DamagedError(f"{what}: this is not an ONNX model ({error})") from error
+    if not model.HasField("graph"):
+        raise DamagedError(f"{what}: this is not an ONNX model (it has no graph)")
+    return model, folder
+
+
+def _opsets(model: Any) -> dict[str, int]:
+    """Return the version of each domain."""
+    return {_domain_of(one): one.version for one in model.opset_import} or {"": 1}
+
+
+def _domain_of(proto: Any) -> str:
+    """Return the domain of a node, function or operator set; "" for the main one."""
+    return "" if proto.domain == "ai.onnx" else str(proto.domain)
+
+
+def _known_model(model: Any) -> Any:
+    """Return the model in supported operator sets, with functions inlined or converted if needed.
+
+    Raises UsageError for unsupported versions; nothing is run as another version.
+    """
+    import onnx
+
+    if not model.HasField("graph"):
+        raise DamagedError("the model has no graph")
+    for part in [model.graph, *model.functions, *model.opset_import]:
+        for text in _texts(part):
+            if not isinstance(text, str):
+                raise DamagedError(
+                    f"the model has a name that is not text, {text[:20]!r}: the file is damaged"
+                )
+    if model.ir_version > onnx.IR_VERSION:
+        raise UsageError(
+            f"the file has IR version {model.ir_version}; the installed onnx {onnx.__version__} knows up to"
+            f" {onnx.IR_VERSION}: install a newer onnx"
+        )
+    if len(model.functions):
+        model = _inlined(model)
+    version = _opsets(model).get("", KNOWN_OPSET)
+    if version < OLDEST_OPSET:
+        return _converted(model, version, OLDEST_OPSET)
+    if version > KNOWN_OPSET and _newer_than_known(onnx, model, version):
+        return _converted(model, version, KNOWN_OPSET)
+    return model
+
+
+def _newer_than_known(onnx: Any, model: Any, version: int) -> bool:
+    """Return True if an operator has changed after the newest supported set; UsageError if unknown."""
+    if version > onnx.defs.onnx_opset_version():
+        raise UsageError(
+            f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the installed "
+            f"onnx {onnx.__version__} up to {onnx.defs.onnx_opset_version()}, so that it cannot be "
+            f"converted: export the model with opset_version={KNOWN_OPSET} or less"
+        )
+    kinds = {node.op_type for node in model.graph.node if _domain_of(node) == ""}
+    return any(
+        onnx.defs.has(kind) and onnx.defs.get_schema(kind, version, "").since_version > KNOWN_OPSET
+        for kind in kinds
+    )
+
+
+def _converted(model: Any, version: int, target: int) -> Any:
+    from onnx import version_converter
+
+    try:
+        return version_converter.convert_version(model, target)
+    except Exception as error:
+        raise UsageError(
+            f"the file uses operator set {version}, and onnx cannot convert it to {target}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _inlined(model: Any) -> Any:
+    from onnx import inliner
+
+    _check_functions(model)
+    try:
+        return inliner.inline_local_functions(model)
+    except Exception as error:
+        raise UsageError(f"the functions of the model cannot be inlined: {_first_line(error)}") from error
+
+
+def _check_functions(model: Any) -> None:
+    """Raise UsageError for functions that are recursive, nested too deeply, or expand to too many operators.
+
+    Called before functions are expanded, because a small file can expand to more than the memory.
+    """
+    bodies = {
+        _kind(one, one.name): Counter(_kind(node, node.op_type) for node in _nodes(one.node))
+        for one in model.functions
+    }
+    depth: dict[_Name, int] = {}
+    size: dict[_Name, int] = {}
+    try:
+        order = list(
+            TopologicalSorter({name: calls.keys() & bodies for name, calls in bodies.items()}).static_order()
+        )
+    except CycleError as error:
+        raise UsageError(f"functions of the model call each other in a cycle: {error.args[1][:3]}") from None
+    for name in order:
+        depth[name] = 1 + max((depth[one] for one in bodies[name].keys() & depth.keys()), default=0)
+        size[name] = sum(count * size.get(one, 1) for one, count in bodies[name].items())
+        if depth[name] > limits.MAX_DEPTH:
+            raise UsageError(
+                f"function {name[1]!r} of the model nests calls more than {limits.MAX_DEPTH} deep"
+            )
+    nodes = sum(size.get(_kind(one, one.op_type), 1) for one in _nodes(model.graph.node))
+    if nodes > limits.MAX_NODES:
+        raise UsageError(
+            f"the functions of the model expand to {nodes} operators, more than {limits.MAX_NODES}: "
+            "if the file is trustworthy, raise torchrelay.models.onnx.importer.tensors.MAX_NODES"
+        )
+
+
+def _kind(one: Any, name: str) -> _Name:
+    return _domain_of(one), name, getattr(one, "overload", "")
+
+
+def _nodes(nodes: Iterable[Any], depth: int = 0) -> Iterator[Any]:
+    """Yield the nodes and those of their inner graphs."""
+    if depth > limits.MAX_DEPTH:
+        raise UsageError(f"the model nests graphs more than {limits.MAX_DEPTH} deep")
+    for node in nodes:
+        yield node
+        for inner in _inner_graphs(node):
+            yield from _nodes(inner.node, depth + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +246,6 @@ class GraphNode:
         kind = f"{self.domain}.{self.operator}" if self.domain else self.operator
         first = next((one for one in self.outputs if one), "")
         return f"{kind} {self.name!r}" if self.name else f"{kind} (which computes {first!r})"
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """Domain and operator."""
-        return self.domain, self.operator
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +280,7 @@ class ModelContent:
     """State dict key -> (operator, input position) of all uses of that initializer."""
 
 
-def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple[list[Any], set[str]]:
+def _in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple[list[Any], set[str]]:
     """Return the nodes of a GraphProto in topological order, and the names that it uses from `outer`.
 
     `stored` are its inputs and initializers. Raises UsageError for undefined values, values defined twice,
@@ -108,8 +296,8 @@ def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple
     missing = sorted({name for need in needs for name in need} - makers.keys() - stored - outer)
     unmade = [one.name for one in graph.output if one.name not in makers.keys() | stored | outer]
     if missing or unmade:
-        told = ", ".join(map(repr, [*missing, *unmade][:20]))
-        raise UsageError(f"graph {graph.name!r} uses undefined values: {told}")
+        names = ", ".join(map(repr, [*missing, *unmade][:20]))
+        raise UsageError(f"graph {graph.name!r} uses undefined values: {names}")
     captured = {name for need in needs for name in need} & outer - makers.keys() - stored
     before = [{makers[name] for name in need if name in makers} for need in needs]
     if all(max(found, default=-1) < at for at, found in enumerate(before)):
@@ -125,51 +313,39 @@ def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple
     return [graph.node[at] for at in order], captured
 
 
-def _needed(node: Any, depth: int = 0) -> set[str]:
+def _needed(node: Any) -> set[str]:
     """Return the names that a node uses, including those captured by its inner graphs."""
-    if depth > limits.MAX_DEPTH:
-        raise UsageError(f"{node.op_type} {node.name!r} has graphs more than {limits.MAX_DEPTH} deep")
     found = set(filter(None, node.input))
-    for graph in inner_graphs(node):
+    for graph in _inner_graphs(node):
         own = {one.name for side in (graph.input, graph.initializer) for one in side}
         own |= {one.values.name for one in graph.sparse_initializer}
         own |= {name for inside in graph.node for name in inside.output}
-        wanted = {one.name for one in graph.output}
-        found |= wanted.union(*(_needed(inside, depth + 1) for inside in graph.node)) - own
+        found |= {one.name for one in graph.output}.union(*map(_needed, graph.node)) - own
     return found
 
 
-def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> ModelContent:
+def content_of(model: Any, folder: Path | None, supported: Collection[tuple[str, str]]) -> ModelContent:
     """Convert a ModelProto, using no more memory than the size of the file; UsageError, DamagedError."""
-    versions = opsets(model)
+    model = _known_model(model)
+    versions = _opsets(model)
     _check_supported(model.graph, versions, supported)
     return _Builder(versions, folder).content(model.graph)
 
 
-def _all_nodes(graph: Any, depth: int = 0) -> Iterable[Any]:
-    if depth > limits.MAX_DEPTH:
-        raise UsageError(f"graph {graph.name!r} is nested more than {limits.MAX_DEPTH} deep")
-    for node in graph.node:
-        yield node
-        for inner in inner_graphs(node):
-            yield from _all_nodes(inner, depth + 1)
-
-
-def _check_supported(graph: Any, versions: dict[str, int], supported: Callable[[str, str], bool]) -> None:
+def _check_supported(graph: Any, versions: dict[str, int], supported: Collection[tuple[str, str]]) -> None:
     """Raise UsageError with all unsupported operators and how often they occur."""
-    missing = Counter((domain_of(node), node.op_type) for node in _all_nodes(graph))
-    missing = Counter({kind: count for kind, count in missing.items() if not supported(*kind)})
+    kinds = Counter((_domain_of(node), node.op_type) for node in _nodes(graph.node))
+    missing = {kind: count for kind, count in kinds.items() if kind not in supported}
     if missing:
-        told = ", ".join(
+        names = ", ".join(
             f"{domain + '.' if domain else ''}{name} ({count} time{'s' * (count > 1)})"
             for (domain, name), count in sorted(missing.items())
         )
         raise UsageError(
-            f"{len(missing)} operator{'s' * (len(missing) > 1)} of this model cannot be imported: {told}. "
+            f"{len(missing)} operator{'s' * (len(missing) > 1)} of this model cannot be imported: {names}. "
             "Cut the model before them with outputs="
         )
-    used = {domain_of(node) for node in _all_nodes(graph)}
-    for domain in used & KNOWN_DOMAINS.keys():
+    for domain in {domain for domain, _ in kinds} & KNOWN_DOMAINS.keys():
         if domain and versions.get(domain, 1) > KNOWN_DOMAINS[domain]:
             raise UsageError(
                 f"the file uses version {versions[domain]} of {domain}, newer than the supported version "
@@ -204,13 +380,13 @@ class _Builder:
             if times > 1:
                 raise UsageError(f"graph {proto.name!r} has {name!r} twice among its inputs and initializers")
         stored = frozenset([*inputs, *initializers])
-        ordered, captured = in_order(proto, stored, outer)
+        ordered, captured = _in_order(proto, stored, outer)
         visible = outer | stored | {name for node in ordered for name in node.output if name}
         keys = {**outer_keys, **initializers}
         constants: dict[str, int] = {}
         nodes = []
         for one in ordered:
-            if one.op_type == "Constant" and domain_of(one) == "" and self._constant(one, constants):
+            if one.op_type == "Constant" and _domain_of(one) == "" and self._constant(one, constants):
                 continue
             nodes.append(self._node(one, visible, keys))
         outputs = tuple(one.name for one in proto.output)
@@ -253,7 +429,7 @@ class _Builder:
         return True
 
     def _node(self, proto: Any, visible: frozenset[str], keys: dict[str, str]) -> GraphNode:
-        domain = domain_of(proto)
+        domain = _domain_of(proto)
         for at, name in enumerate(proto.input):
             if name in keys:
                 self._uses.setdefault(keys[name], set()).add((proto.op_type, at))
@@ -267,32 +443,35 @@ class _Builder:
         return {one.name: self._attribute(one, proto, visible, keys) for one in proto.attribute}
 
     def _attribute(self, proto: Any, node: Any, visible: frozenset[str], keys: dict[str, str]) -> Any:
+        if proto.type in _ATTRIBUTES:
+            return _ATTRIBUTES[proto.type](proto)
         match proto.type:
-            case 1:
-                return float(proto.f)
-            case 2:
-                return int(proto.i)
-            case 3:
-                return proto.s.decode("utf-8", "replace")
+            case 4 if proto.t.data_type == STRING:
+                return tuple(map(_text, proto.t.string_data))
             case 4:
-                if proto.t.data_type == STRING:
-                    return tuple(one.decode("utf-8", "replace") for one in proto.t.string_data)
                 return stored_tensor(proto.t, self._folder)
             case 5:
                 return self.graph(proto.g, visible, keys)
-            case 6:
-                return tuple(map(float, proto.floats))
-            case 7:
-                return tuple(map(int, proto.ints))
-            case 8:
-                return tuple(one.decode("utf-8", "replace") for one in proto.strings)
             case 9:
                 return tuple(stored_tensor(one, self._folder) for one in proto.tensors)
-            case 11:
-                return stored_sparse(proto.sparse_tensor)
-            case 13:
-                return proto.tp.SerializeToString()
         raise UsageError(f"attribute {proto.name!r} of {node.op_type} {node.name!r} has an unsupported kind")
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+_ATTRIBUTES: dict[int, Callable[[Any], Any]] = {
+    1: lambda proto: float(proto.f),
+    2: lambda proto: int(proto.i),
+    3: lambda proto: _text(proto.s),
+    6: lambda proto: tuple(map(float, proto.floats)),
+    7: lambda proto: tuple(map(int, proto.ints)),
+    8: lambda proto: tuple(map(_text, proto.strings)),
+    11: lambda proto: stored_sparse(proto.sparse_tensor),
+    13: lambda proto: proto.tp.SerializeToString(),
+}
+"""Attributes without a folder or a graph, by AttributeProto.type."""
 
 
 def _signature(proto: Any, graph: Graph) -> Signature:
@@ -310,3 +489,7 @@ def _spec(proto: Any) -> TensorSpec:
     narrow = {21: "uint4", 22: "int4", 25: "uint2", 26: "int2", FLOAT4: "float4_e2m1", STRING: "string"}
     known = str(DTYPES[number]).removeprefix("torch.") if number in DTYPES else narrow.get(number, "unknown")
     return TensorSpec(proto.name, tuple(shape), known)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,14 +1,20 @@
-"""`from_onnx`: an ONNX file as an nn.Module that can be trained, extended, cut and exported again."""
+"""`from_onnx`: an ONNX file as an nn.Module that can be trained, extended, cut and exported again.
+
+Tensors of the file become parameters or buffers. Dots in names lead to nested containers, as in torch:
+`layers.0.weight` is the parameter `weight` in `0` in `layers`. Names that are invalid there (an empty part,
+the name of a method, a prefix of another name) are replaced, and hooks restore them in the state dict.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +22,190 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import warn
-from torchrelay.models.onnx.importer import executor
-from torchrelay.models.onnx.importer.executor import ExecutionPlan, Surroundings, plan_of, run_plan, supported
-from torchrelay.models.onnx.importer.graph import Graph, content_of
-from torchrelay.models.onnx.importer.model_file import known_model, read_model
-from torchrelay.models.onnx.importer.operator import Ints, known_ints
+from torchrelay.models.onnx.importer.executor import (
+    ExecutionPlan,
+    Ints,
+    Operator,
+    Surroundings,
+    known_ints,
+    plan_of,
+    run_plan,
+)
+from torchrelay.models.onnx.importer.graph import (
+    Graph,
+    ModelContent,
+    content_of,
+    read_model,
+)
+from torchrelay.models.onnx.importer.ops import arithmetic, cast, control_flow, layers, shape, spatial
+
+_FAMILIES = (arithmetic, cast, control_flow, layers, shape, spatial)
+OPERATORS = {
+    kind: run if isinstance(run, Operator) else Operator(run)
+    for kind, run in (
+        {("", name): run for family in _FAMILIES for name, run in family.OPERATORS.items()}
+        | layers.OF_DOMAINS
+    ).items()
+}
+"""Operators by domain and name."""
+Place = tuple[tuple[str, ...], str]
+"""Containers that lead to a tensor, and its name in the last one."""
+
+_ODD = "of_file"
+CONSTANTS = "file_constants"
+_EXPORTERS = re.compile(r"val_\d+")
+"""Names used by torch's exporter, which fails if a module has them already."""
+
+
+class Container(nn.Module):
+    """A module for a part of a dotted name."""
+
+
+_MODULE = frozenset(dir(nn.Module()))
+"""Also the instance attributes, such as `training` and `_modules`."""
+
+
+def paths_of(names: Iterable[str], taken: object) -> dict[str, Place]:
+    """Return the path of each name below a root that has the attributes `taken`."""
+    names = list(names)
+    prefixes = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
+    shadowing = _MODULE | frozenset(dir(taken)) | {"_paths", _ODD, CONSTANTS}
+    found: dict[str, Place] = {}
+    plain: set[str] = set()
+    for name in names:
+        *inside, last = name.split(".")
+        odd = name in prefixes or any(not one or one in shadowing for one in (*inside, last))
+        if odd or _EXPORTERS.fullmatch(name):
+            short = re.sub(r"\W", "_", name, flags=re.ASCII)
+            if not short or short in plain or short in _MODULE:
+                short = f"{short}_of_{len(plain)}"
+            plain.add(short)
+            found[name] = ((_ODD,), short)
+        else:
+            found[name] = (tuple(inside), last)
+    return found
+
+
+def keep(
+    root: nn.Module, paths: Mapping[str, Place], tensors: Mapping[str, torch.Tensor], trained: frozenset[str]
+) -> None:
+    """Register the tensors below `root` as parameters (`trained`) or buffers; hooks map invalid names."""
+    for name, (inside, last) in paths.items():
+        holder = root
+        for part in inside:
+            if part not in holder._modules:
+                holder.add_module(part, Container())
+            holder = holder._modules[part]  # type: ignore[assignment]
+        if name in trained:
+            holder.register_parameter(last, nn.Parameter(tensors[name]))
+        else:
+            holder.register_buffer(last, tensors[name])
+    odd = {f"{_ODD}.{last}": name for name, (inside, last) in paths.items() if inside == (_ODD,)}
+    if odd:
+        root.register_state_dict_post_hook(_Renaming(odd, out=True))
+        root.register_load_state_dict_pre_hook(_Renaming(odd, out=False))
+
+
+class _Renaming:
+    """Hook that replaces numbered names in a state dict by those of the file, or back."""
+
+    def __init__(self, names: Mapping[str, str], out: bool) -> None:
+        self._names, self._out = dict(names), out
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for inner, name in self._names.items():
+            old, new = (inner, name) if self._out else (name, inner)
+            if prefix + old in state:
+                state[prefix + new] = state.pop(prefix + old)
+
+
+def kept(root: nn.Module, path: Place) -> torch.Tensor:
+    """Return the current tensor at a path."""
+    holder = root
+    for part in path[0]:
+        holder = holder._modules[part]  # type: ignore[assignment]
+    found = holder._parameters.get(path[1])
+    return holder._buffers[path[1]] if found is None else found  # type: ignore[return-value]
+
+
+T = TypeVar("T")
+
+_WITHOUT_GRADIENT = {
+    "BatchNormalization": (3, 4), "Resize": (1, 2, 3), "Upsample": (1,), "Pad": (2,), "Dropout": (1, 2),
+    "Range": (0, 1, 2), "OneHot": (0, 1), "NonMaxSuppression": (0, 1, 2, 3, 4), "Shape": (0,), "Size": (0,),
+    "ArgMax": (0,), "ArgMin": (0,), "CastLike": (1,), "NonZero": (0,), "QuantizeLinear": (1, 2),
+    "DequantizeLinear": (1, 2),
+}  # fmt: skip
+"""Inputs without gradients: running statistics, sizes, scales of quantization."""
+_MADE_UP = re.compile(
+    r"val_\d+|scalar_tensor_default(_\d+)?|_val_\d+|onnx::\w+_\d+|.*/Constant(_\d+)?_output_\d+"
+)
+"""Names given by torch's exporters to constants in the code."""
+
+
+def kept_initializers(content: ModelContent, plan: ExecutionPlan) -> list[str]:
+    """Return the state dict keys: all for the whole model, else those of the plan."""
+    if plan.results == content.graph.outputs:
+        return list(content.initializers)
+    needed = {key for name, key in content.graph.initializers.items() if name in plan.needed}
+    nodes = [node for node, _ in plan.steps]
+    while nodes:
+        for one in nodes.pop().attributes.values():
+            if isinstance(one, Graph):
+                needed.update(one.initializers.values())
+                nodes.extend(one.nodes)
+    return [key for key in content.initializers if key in needed]
+
+
+def trained_initializers(
+    content: ModelContent, kept: Sequence[str], trainable: Sequence[str]
+) -> frozenset[str]:
+    """Return the keys that become parameters: floats with a use that receives gradients."""
+    floats = {key: key for key in kept if content.initializers[key].dtype.is_floating_point}
+    found = set(matching(floats, trainable))
+    for key in floats:
+        tensor = content.initializers[key]
+        constant = tensor.numel() == 1 and _MADE_UP.fullmatch(key) is not None
+        if tensor.itemsize > 1 and not constant:  # float8 has no arithmetic for training
+            uses = content.uses.get(key, frozenset())
+            if any(at not in _WITHOUT_GRADIENT.get(operator, ()) for operator, at in uses):
+                found.add(key)
+    return frozenset(found)
+
+
+def as_patterns(patterns: Sequence[str]) -> Sequence[str]:
+    """Return the patterns; raises UsageError for a single str instead of a tuple."""
+    if isinstance(patterns, str):
+        raise UsageError(f"expected a tuple of patterns such as ({patterns!r},), not a str")
+    return patterns
+
+
+def matching(named: Mapping[str, T], patterns: Sequence[str]) -> list[T]:
+    """Return the names that match the patterns; raises UsageError for a pattern without a match."""
+    found: dict[str, T] = {}
+    for pattern in as_patterns(patterns):
+        hits = {name: one for name, one in named.items() if fnmatchcase(name, pattern)}
+        if not hits:
+            raise UsageError(
+                f"pattern {pattern!r} matches no parameter; known are {', '.join(list(named)[:8])}"
+            )
+        found.update(hits)
+    return list(found.values())
+
+
+def begins_in_training(content: ModelContent) -> bool:
+    """Return True if a batch normalization or dropout of the file is in training mode."""
+    graph = content.graph
+    values: dict[tuple[str, ...], torch.Tensor]
+    values = {(name,): content.initializers[key] for name, key in graph.initializers.items()}
+    values.update(((name,), content.constants[at]) for name, at in graph.constants.items())
+    return any(
+        node.attributes.get("training_mode") == 1
+        if node.operator == "BatchNormalization"
+        else node.operator == "Dropout" and bool(values.get(node.inputs[2:3], torch.zeros(1)).any())
+        for node in graph.nodes
+    )
+
 
 _Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
 
@@ -52,21 +237,26 @@ class OnnxModule(nn.Module):
                 "module with an optimizer of torch",
                 stacklevel=2,
             )
-        content = content_of(known_model(model), Path(folder) if folder is not None else beside, supported)
+        content = content_of(
+            model, Path(folder) if folder is not None else beside, {*OPERATORS, ("", "Constant")}
+        )
         self._graph = content.graph
         self._ends: _Ends = (_names(outputs), (), drop_last)
         self._plans: dict[_Ends, ExecutionPlan] = {}
         self._inner_plans: dict[int, ExecutionPlan] = {}
         self._known: dict[int | str, tuple[torch.Tensor, int, Ints | None]] = {}
         self.signature = content.signature
-        kept = executor.kept_initializers(content, self._plan(self._ends))
-        trained = executor.trained_initializers(content, kept, trainable)
-        self._paths = executor.paths_of(kept, self)
-        executor.keep(self, self._paths, content.initializers, trained)
-        executor.keep_constants(self, content.constants)
+        kept = kept_initializers(content, self._plan(self._ends))
+        trained = trained_initializers(content, kept, trainable)
+        self._paths = paths_of(kept, self)
+        keep(self, self._paths, content.initializers, trained)
+        holder = Container()
+        for at, tensor in enumerate(content.constants):
+            holder.register_buffer(f"c{at}", tensor, persistent=False)
+        self.add_module(CONSTANTS, holder)
         self._read_small()
-        self.freeze(*executor.as_patterns(freeze))
-        self.train(executor.begins_in_training(content))
+        self.freeze(*as_patterns(freeze))
+        self.train(begins_in_training(content))
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -88,12 +278,12 @@ class OnnxModule(nn.Module):
 
     def freeze(self, *patterns: str) -> None:
         """Disable gradients of matching parameters; raises UsageError for a pattern without a match."""
-        for one in executor.matching(dict(self._named()), patterns):
+        for one in matching(self._named(), patterns):
             one.requires_grad_(False)
 
     def unfreeze(self, *patterns: str) -> None:
         """Enable gradients of matching parameters; raises UsageError for a pattern without a match."""
-        for one in executor.matching(dict(self._named()), patterns):
+        for one in matching(self._named(), patterns):
             one.requires_grad_(True)
 
     def run(
@@ -128,14 +318,16 @@ class OnnxModule(nn.Module):
         _check_content(given)
         tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
         device = next((one.device for one in tensors), torch.device("cpu"))
-        around = Surroundings(self.training, device, self._stored, self._known_ints, self._inner_plans)
+        around = Surroundings(
+            OPERATORS, self.training, device, self._stored, self._known_ints, self._inner_plans
+        )
         found = run_plan(self._graph, plan, given, around)
         results = tuple(one.tensor(device) if isinstance(one, Ints) else one for one in found)
         return results[0] if len(results) == 1 else results
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("_modules", {}).get(name)
-        if isinstance(held, executor.Container) and not isinstance(value, executor.Container):
+        if isinstance(held, Container) and not isinstance(value, Container):
             raise UsageError(f"the name {name!r} is taken by initializers of the file: choose another name")
         super().__setattr__(name, value)
 
@@ -145,29 +337,24 @@ class OnnxModule(nn.Module):
         given = ", ".join(one.name for one in self.signature.outputs)
         return f"{taken} -> {given}; {len(self._graph.nodes)} operators"
 
-    def _named(self) -> Any:
-        for name, path in self._paths.items():
-            tensor = executor.kept(self, path)
-            if isinstance(tensor, nn.Parameter):
-                yield name, tensor
+    def _named(self) -> dict[str, nn.Parameter]:
+        tensors = {name: kept(self, path) for name, path in self._paths.items()}
+        return {name: one for name, one in tensors.items() if isinstance(one, nn.Parameter)}
 
     def _plan(self, ends: _Ends) -> ExecutionPlan:
         if ends not in self._plans:
             self._plans[ends] = plan_of(self._graph, *ends)
         plan = self._plans[ends]
-        lost = [one for one in plan.needed & set(self._graph.initializers) if not self._has(one)]
+        initializers = self._graph.initializers
+        there = self.__dict__.get("_paths", self._graph.initializers.values())
+        lost = [one for one in plan.needed & initializers.keys() if initializers[one] not in there]
         if lost:
             raise UsageError(f"this model was cut when it was created, so {lost[0]!r} does not exist")
         return plan
 
-    def _has(self, name: str) -> bool:
-        return "_paths" not in self.__dict__ or self._graph.initializers[name] in self._paths
-
     def _stored(self, graph: Graph, name: str) -> torch.Tensor:
         key = graph.initializers.get(name)
-        if key is None:
-            return executor.constant(self, graph.constants[name])
-        return executor.kept(self, self._paths[key])
+        return kept(self, ((CONSTANTS,), f"c{graph.constants[name]}") if key is None else self._paths[key])
 
     def _known_ints(self, graph: Graph, name: str) -> Ints | None:
         """Return small tensors as numbers, cached while they do not change."""
@@ -188,9 +375,8 @@ class OnnxModule(nn.Module):
 
     def _read_small(self) -> None:
         """Read tensors that may be sizes, so that the model can be traced before it has run."""
-        small: dict[int | str, torch.Tensor] = {}
-        small.update((key, executor.kept(self, path)) for key, path in self._paths.items())
-        small.update(enumerate(self.get_submodule(executor.CONSTANTS).buffers()))
+        small: dict[int | str, torch.Tensor] = {key: kept(self, path) for key, path in self._paths.items()}
+        small.update(enumerate(self.get_submodule(CONSTANTS).buffers()))
         for key, tensor in small.items():
             sizes = not tensor.is_floating_point() or tensor.numel() <= 16
             if sizes and not isinstance(tensor, nn.Parameter):

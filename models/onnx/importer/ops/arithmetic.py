@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrelay.models.onnx.importer.operator import OpCall, Operator
+from torchrelay.models.onnx.importer.executor import OpCall, Operator
 from torchrelay.models.onnx.importer.tensors import NARROW_BITS, check_made, dtype_of
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
@@ -113,6 +113,10 @@ def _flattened(call: OpCall, x: Tensor, compute: Callable[[Tensor, int], Tensor]
     return compute(flat, 1).reshape(x.shape)
 
 
+def _hardmax(x: Tensor, axis: int) -> Tensor:
+    return torch.zeros_like(x).scatter_(axis, x.argmax(axis, keepdim=True), 1)
+
+
 def _dropout(call: OpCall, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
     """Dropout in the mode of the module, unless an input of the model sets it."""
     share = call.get("ratio", 0.5) if ratio is None else ratio[0]
@@ -123,7 +127,7 @@ def _dropout(call: OpCall, x: Tensor, ratio: Any = None, training: Any = None) -
     return x * mask / (1 - share), mask
 
 
-_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+_PLAIN: dict[str, Callable[..., Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
     "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
     "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "Log": torch.log, "Neg": torch.neg,
@@ -133,58 +137,16 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "BitwiseNot": torch.bitwise_not,
     "Sign": lambda x: torch.where(torch.isnan(x), x, torch.sign(x)),
     "Softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
-}  # fmt: skip
-_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "And": torch.logical_and, "Or": torch.logical_or,
     "Xor": torch.logical_xor, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt,
     "LessOrEqual": torch.le, "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or,
     "BitwiseXor": torch.bitwise_xor, "MatMul": torch.matmul,
 }  # fmt: skip
-_FOLDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Max": torch.maximum, "Min": torch.minimum, "Sum": torch.add,
-}  # fmt: skip
-_ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "Softmax": functional.softmax,
-    "LogSoftmax": functional.log_softmax,
-    "Hardmax": lambda x, axis: torch.zeros_like(x).scatter_(axis, x.argmax(axis, keepdim=True), 1),
-}
+"""Operators that are a function of their inputs."""
 
 
-def _over(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return the operator that applies a function to its inputs."""
-    return widened(lambda call, *inputs: function(*inputs))
-
-
-OPERATORS: dict[str, Any] = {
-    **{name: _over(function) for name, function in (_UNARY | _BINARY).items()},
-    **{name: _over(lambda *parts, by=by: functools.reduce(by, parts)) for name, by in _FOLDED.items()},
-    **{name: lambda call, x, by=by: _flattened(call, x, by) for name, by in _ALONG.items()},
-    "Identity": lambda call, x: x,
-    "Equal": widened(_equal),
-    "Div": widened(_div),
-    "Mod": widened(lambda call, x, by: (torch.fmod if call.get("fmod", 0) else torch.remainder)(x, by)),
-    "Pow": widened(lambda call, base, exponent: torch.pow(base, exponent).to(base.dtype)),
-    "Mean": lambda call, *parts: functools.reduce(torch.add, parts) / len(parts),
-    "Clip": widened(_clip),
-    "PRelu": widened(lambda call, x, slope: torch.where(x < 0, x * slope, x)),
-    "LeakyRelu": lambda call, x: functional.leaky_relu(x, call.get("alpha", 0.01)),
-    "Elu": lambda call, x: functional.elu(x, call.get("alpha", 1.0)),
-    "Celu": lambda call, x: functional.celu(x, call.get("alpha", 1.0)),
-    "Selu": _selu,
-    "HardSigmoid": lambda call, x: (x * call.get("alpha", 0.2) + call.get("beta", 0.5)).clamp(0, 1),
-    "HardSwish": lambda call, x: x * torch.clamp(x / 6 + 0.5, 0, 1),
-    "ThresholdedRelu": lambda call, x: torch.where(x > call.get("alpha", 1.0), x, torch.zeros_like(x)),
-    "Shrink": widened(_shrink),
-    "Gelu": lambda call, x: functional.gelu(x, approximate=call.get("approximate", "none")),
-    "Swish": lambda call, x: x * torch.sigmoid(call.get("alpha", 1.0) * x),
-    "SwiGLU": lambda call, x, gate: x * torch.sigmoid(call.get("alpha", 1.0) * x) * gate,
-    "IsInf": _is_inf,
-    "IsNaN": lambda call, x: torch.isnan(x.float() if x.itemsize == 1 else x),
-    "Dropout": Operator(_dropout, numbers=(1,)),
-    "Where": widened(lambda call, condition, one, other: torch.where(condition, one, other)),
-    "BitShift": _shift,
-    "BitCast": _bit_cast,
-}
+def _folded(by: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    return widened(lambda call, *parts: functools.reduce(by, parts))
 
 
 Reduction = Callable[[Tensor, list[int], bool], Tensor]
@@ -324,7 +286,39 @@ def _mel(call: OpCall, bins: Tensor, length: Tensor, rate: Tensor, low: Tensor, 
     return found.to(call.device, dtype_of(call.get("output_datatype", 1), str(call.node)))
 
 
-OPERATORS |= {
+OPERATORS: dict[str, Any] = {
+    **{name: widened(lambda call, *x, run=run: run(*x)) for name, run in _PLAIN.items()},
+    "Max": _folded(torch.maximum),
+    "Min": _folded(torch.minimum),
+    "Sum": _folded(torch.add),
+    "Softmax": lambda call, x: _flattened(call, x, functional.softmax),
+    "LogSoftmax": lambda call, x: _flattened(call, x, functional.log_softmax),
+    "Hardmax": lambda call, x: _flattened(call, x, _hardmax),
+    "Identity": lambda call, x: x,
+    "Equal": widened(_equal),
+    "Div": widened(_div),
+    "Mod": widened(lambda call, x, by: (torch.fmod if call.get("fmod", 0) else torch.remainder)(x, by)),
+    "Pow": widened(lambda call, base, exponent: torch.pow(base, exponent).to(base.dtype)),
+    "Mean": lambda call, *parts: functools.reduce(torch.add, parts) / len(parts),
+    "Clip": widened(_clip),
+    "PRelu": widened(lambda call, x, slope: torch.where(x < 0, x * slope, x)),
+    "LeakyRelu": lambda call, x: functional.leaky_relu(x, call.get("alpha", 0.01)),
+    "Elu": lambda call, x: functional.elu(x, call.get("alpha", 1.0)),
+    "Celu": lambda call, x: functional.celu(x, call.get("alpha", 1.0)),
+    "Selu": _selu,
+    "HardSigmoid": lambda call, x: (x * call.get("alpha", 0.2) + call.get("beta", 0.5)).clamp(0, 1),
+    "HardSwish": lambda call, x: x * torch.clamp(x / 6 + 0.5, 0, 1),
+    "ThresholdedRelu": lambda call, x: torch.where(x > call.get("alpha", 1.0), x, torch.zeros_like(x)),
+    "Shrink": widened(_shrink),
+    "Gelu": lambda call, x: functional.gelu(x, approximate=call.get("approximate", "none")),
+    "Swish": lambda call, x: x * torch.sigmoid(call.get("alpha", 1.0) * x),
+    "SwiGLU": lambda call, x, gate: x * torch.sigmoid(call.get("alpha", 1.0) * x) * gate,
+    "IsInf": _is_inf,
+    "IsNaN": lambda call, x: torch.isnan(x.float() if x.itemsize == 1 else x),
+    "Dropout": Operator(_dropout, numbers=(1,)),
+    "Where": widened(lambda call, condition, one, other: torch.where(condition, one, other)),
+    "BitShift": _shift,
+    "BitCast": _bit_cast,
     "ReduceSum": _reducing(_sum),
     "ReduceMean": _reducing(_mean),
     "ReduceMax": _reducing(_extreme(torch.amax, -math.inf)),

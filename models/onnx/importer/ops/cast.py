@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.operator import OpCall
-from torchrelay.models.onnx.importer.ops.conv import convolved
+from torchrelay.models.onnx.importer.executor import OpCall
+from torchrelay.models.onnx.importer.ops.spatial import convolved
 from torchrelay.models.onnx.importer.tensors import (
     DTYPES,
     FLOAT4,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.operator import Ints, OpCall, Operator, as_ints
+from torchrelay.models.onnx.importer.executor import Ints, OpCall, Operator, as_ints
 from torchrelay.models.onnx.importer.tensors import check_made, dtype_of
 
 List = list[Any]
@@ -69,10 +69,6 @@ def _expand(call: OpCall, x: Tensor, shape: List) -> Tensor:
 def _tile(call: OpCall, x: Tensor, repeats: List) -> Tensor:
     check_made(str(call.node), [size * times for size, times in zip(x.shape, repeats, strict=True)])
     return x.repeat(repeats)
-
-
-def _trilu(call: OpCall, x: Tensor, k: List | None = None) -> Tensor:
-    return (torch.triu if call.get("upper", 1) else torch.tril)(x, k[0] if k else 0)
 
 
 def _split(call: OpCall, x: Tensor, sizes: List | None = None) -> tuple[Tensor, ...]:
@@ -246,38 +242,6 @@ def _random(call: OpCall, like: Tensor | None = None) -> Tensor:
     return made.uniform_(call.get("low", 0.0), call.get("high", 1.0))
 
 
-OPERATORS: dict[str, Any] = {
-    "Shape": Operator(_shape, raw=True),
-    "Size": Operator(_size, raw=True),
-    "Reshape": Operator(_reshape, ints=(1,)),
-    "Flatten": _flatten,
-    "Transpose": lambda call, x: x.permute(call.get("perm") or tuple(reversed(range(x.dim())))),
-    "Squeeze": Operator(_squeeze, ints=(1,)),
-    "Unsqueeze": Operator(_unsqueeze, ints=(1,)),
-    "Expand": Operator(_expand, ints=(1,)),
-    "Tile": Operator(_tile, ints=(1,)),
-    "Concat": lambda call, *parts: torch.cat(parts, call.get("axis", 1)),
-    "Split": Operator(_split, ints=(1,)),
-    "Slice": Operator(_slice, ints=(1, 2, 3, 4)),
-    "Pad": Operator(_pad, ints=(1, 3), numbers=(2,)),
-    "DepthToSpace": _depth_to_space,
-    "SpaceToDepth": _space_to_depth,
-    "CenterCropPad": Operator(_center_crop_pad, ints=(1,)),
-    "ReverseSequence": _reverse_sequence,
-    "Trilu": Operator(_trilu, ints=(1,)),
-    "ConstantOfShape": Operator(_constant_of_shape, ints=(0,)),
-    "Range": Operator(_range, raw=True),
-    "EyeLike": _eye_like,
-    "OneHot": Operator(_one_hot, ints=(1,)),
-    "RandomNormal": _random,
-    "RandomNormalLike": _random,
-    "RandomUniform": _random,
-    "RandomUniformLike": _random,
-    "Bernoulli": lambda call, x: torch.bernoulli(x.float()).to(_dtype(call, x)),
-    "Multinomial": _multinomial,
-}
-
-
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
@@ -420,14 +384,42 @@ def _overlaps(one: Tensor, others: Tensor) -> Tensor:
     return common / (areas - common)
 
 
-def _gather_elements(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
-    axis = call.get("axis", 0)
-    return torch.gather(x, axis, _positive(places, x.shape[axis]))
-
-
-OPERATORS |= {
+OPERATORS: dict[str, Any] = {
+    "Shape": Operator(_shape, raw=True),
+    "Size": Operator(_size, raw=True),
+    "Reshape": Operator(_reshape, ints=(1,)),
+    "Flatten": _flatten,
+    "Transpose": lambda call, x: x.permute(call.get("perm") or tuple(reversed(range(x.dim())))),
+    "Squeeze": Operator(_squeeze, ints=(1,)),
+    "Unsqueeze": Operator(_unsqueeze, ints=(1,)),
+    "Expand": Operator(_expand, ints=(1,)),
+    "Tile": Operator(_tile, ints=(1,)),
+    "Concat": lambda call, *parts: torch.cat(parts, call.get("axis", 1)),
+    "Split": Operator(_split, ints=(1,)),
+    "Slice": Operator(_slice, ints=(1, 2, 3, 4)),
+    "Pad": Operator(_pad, ints=(1, 3), numbers=(2,)),
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "CenterCropPad": Operator(_center_crop_pad, ints=(1,)),
+    "ReverseSequence": _reverse_sequence,
+    "Trilu": Operator(
+        lambda call, x, k=None: (torch.triu if call.get("upper", 1) else torch.tril)(x, k[0] if k else 0),
+        ints=(1,),
+    ),
+    "ConstantOfShape": Operator(_constant_of_shape, ints=(0,)),
+    "Range": Operator(_range, raw=True),
+    "EyeLike": _eye_like,
+    "OneHot": Operator(_one_hot, ints=(1,)),
+    "RandomNormal": _random,
+    "RandomNormalLike": _random,
+    "RandomUniform": _random,
+    "RandomUniformLike": _random,
+    "Bernoulli": lambda call, x: torch.bernoulli(x.float()).to(_dtype(call, x)),
+    "Multinomial": _multinomial,
     "Gather": _gather,
-    "GatherElements": _gather_elements,
+    "GatherElements": lambda call, x, places: torch.gather(
+        x, axis := call.get("axis", 0), _positive(places, x.shape[axis])
+    ),
     "GatherND": lambda call, x, places: x[_places_nd(x, places, call.get("batch_dims", 0))],
     "ScatterElements": _scatter_elements,
     "Scatter": _scatter_elements,

@@ -1,4 +1,4 @@
-"""Convolution and pooling operators, with their windows: strides, dilations, padding."""
+"""Convolution and pooling, with strides, dilations and padding; image interpolation, grids, regions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,199 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrelay.models.onnx.importer.operator import OpCall, Operator
-from torchrelay.models.onnx.importer.ops.resize import bilinear
+from torchrelay.models.onnx.importer.executor import OpCall, Operator
 from torchrelay.models.onnx.importer.tensors import check_made
 from torchrelay.records import dataclass
 
+Numbers = list[Any] | None
+
+
+def _resize(
+    call: OpCall, x: Tensor, roi: Numbers = None, scales: Numbers = None, sizes: Any = None
+) -> Tensor:
+    if call.version < 11:  # scales were the second input, without half pixels
+        return _upsample(call, x, roi)
+    axes = [at % x.dim() for at in call.get("axes", range(x.dim()))]
+    places = call.get("coordinate_transformation_mode", "half_pixel")
+    if not scales and not sizes:
+        raise call.fail("neither scales nor sizes are given")
+    if sizes:
+        scales = [size / x.shape[at] for at, size in zip(axes, sizes, strict=True)]
+        policy = call.get("keep_aspect_ratio_policy", "stretch")
+        if policy != "stretch":
+            one = min(scales) if policy == "not_larger" else max(scales)
+            scales, sizes = [one] * len(axes), [math.floor(one * x.shape[at] + 0.5) for at in axes]
+    nearest = call.get("nearest_mode", "round_prefer_floor")
+    return _resized(call, x, axes, scales or [], sizes or None, roi or None, places, nearest)
+
+
+def _upsample(call: OpCall, x: Tensor, scales: Numbers = None) -> Tensor:
+    factors = scales or list(call.get("scales", ()))
+    return _resized(call, x, list(range(x.dim())), factors, None, None, "asymmetric", "floor")
+
+
+def _resized(
+    call: OpCall, x: Tensor, axes: list[int], factors: list[float], sizes: list[Any] | None,
+    roi: list[float] | None, places: str, nearest: str,
+) -> Tensor:  # fmt: skip
+    if sizes is None:
+        sizes = [math.floor(x.shape[at] * one) for at, one in zip(axes, factors, strict=True)]
+    made = list(x.shape)
+    for at, one in zip(axes, sizes, strict=True):
+        made[at] = one
+    check_made(str(call.node), made)
+    outside = None
+    dtype = x.dtype
+    x = x if x.is_floating_point() else x.float()
+    for at, (axis, factor, size) in enumerate(zip(axes, factors, sizes, strict=True)):
+        if size == x.shape[axis] and factor == 1 and places != "tf_crop_and_resize":
+            continue
+        begin, end = (roi[at], roi[at + len(axes)]) if roi is not None else (0.0, 1.0)
+        where = _places(places, size, x.shape[axis], factor, begin, end).to(x.device)
+        if places == "tf_crop_and_resize":
+            out = (where < 0) | (where > x.shape[axis] - 1)
+            out = out.reshape([-1 if one == axis else 1 for one in range(x.dim())])
+            outside = out if outside is None else outside | out
+        x = _along(call, x, axis, where, factor, nearest)
+    if outside is not None:
+        x = torch.where(outside, torch.tensor(call.get("extrapolation_value", 0.0), dtype=x.dtype), x)
+    if not dtype.is_floating_point and call.get("mode", "nearest") != "nearest":
+        x = x.round()
+    return x.to(dtype)
+
+
+def _places(mode: str, size: int, length: int, factor: float, begin: float, end: float) -> Tensor:
+    """Return the position of each new element among the old ones."""
+    at = torch.arange(size, dtype=torch.float64)
+    if mode == "asymmetric":
+        return at / factor
+    if mode == "align_corners":
+        return at * ((length - 1) / (factor * length - 1)) if factor * length > 1 else at * 0
+    if mode == "pytorch_half_pixel":
+        return (at + 0.5) / factor - 0.5 if size > 1 else at * 0
+    if mode == "half_pixel_symmetric":
+        shift = size / (factor * length)  # of the requested size
+        return length / 2 * (1 - shift) + (at + 0.5) / factor - 0.5
+    if mode == "tf_crop_and_resize":
+        if size > 1:
+            return begin * (length - 1) + at * (end - begin) * (length - 1) / (size - 1)
+        return 0.5 * (begin + end) * (length - 1) + at * 0
+    return (at + 0.5) / factor - 0.5
+
+
+_NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round_prefer_ceil": lambda where: torch.floor(where + 0.5),
+}
+
+
+def _along(call: OpCall, x: Tensor, axis: int, where: Tensor, factor: float, nearest: str) -> Tensor:
+    mode, length = call.get("mode", "nearest"), x.shape[axis]
+    if mode == "nearest":
+        found = _NEAREST.get(nearest, lambda one: torch.ceil(one - 0.5))(where)
+        return x.index_select(axis, found.long().clamp(0, length - 1))
+    squeeze = min(factor, 1.0) if call.get("antialias", 0) else 1.0
+    reach = (1 if mode == "linear" else 2) / squeeze
+    first = torch.floor(where - reach).long() + 1
+    near = first[:, None] + torch.arange(math.ceil(2 * reach) + 1, device=x.device)
+    distance = (where[:, None] - near) * squeeze
+    a = call.get("cubic_coeff_a", -0.75)
+    weights = (1 - distance.abs()).clamp(min=0) if mode == "linear" else _cubic(distance, a)
+    inside = (near >= 0) & (near < length)
+    if call.get("exclude_outside", 0):
+        weights = torch.where(inside, weights, torch.zeros_like(weights))
+    if call.get("exclude_outside", 0) or call.get("antialias", 0):
+        weights = weights / weights.sum(1, keepdim=True)
+    parts = x.index_select(axis, near.clamp(0, length - 1).reshape(-1))
+    parts = parts.reshape(*x.shape[:axis], *near.shape, *x.shape[axis + 1 :])
+    shape = [1] * parts.dim()
+    shape[axis], shape[axis + 1] = near.shape
+    return (parts * weights.to(x.dtype).reshape(shape)).sum(axis + 1)
+
+
+def _cubic(x: Tensor, a: float) -> Tensor:
+    """Return the weights of cubic convolution (Keys, 1981)."""
+    x = x.abs()
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return torch.where(x <= 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
+
+
+def _grid_sample(call: OpCall, x: Tensor, grid: Tensor) -> Tensor:
+    mode, padding = call.get("mode", "bilinear"), call.get("padding_mode", "zeros")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    if x.dim() == 5 and mode == "bicubic":
+        raise call.fail("cubic sampling of volumes is not supported")
+    return functional.grid_sample(x, grid.to(x.dtype), mode, padding, bool(call.get("align_corners", 0)))
+
+
+def _roi_align(call: OpCall, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor:
+    """Compute means or maxima of samples in the cells of each region (He and others, 2017)."""
+    height, width = call.get("output_height", 1), call.get("output_width", 1)
+    default = "half_pixel" if call.version >= 16 else "output_half_pixel"
+    shift = 0.5 if call.get("coordinate_transformation_mode", default) == "half_pixel" else 0.0
+    scale, ratio = call.get("spatial_scale", 1.0), call.get("sampling_ratio", 0)
+    found = []
+    for roi, batch in zip(rois.tolist(), batches.tolist(), strict=True):
+        left, top, right, bottom = (one * scale - shift for one in roi)
+        wide, high = right - left, bottom - top
+        if not shift:
+            wide, high = max(wide, 1.0), max(high, 1.0)
+        down = ratio if ratio > 0 else math.ceil(high / height)
+        across = ratio if ratio > 0 else math.ceil(wide / width)
+        check_made(str(call.node), [height, down, width, across, x.shape[1]])
+        ys = top + (torch.arange(height * down, device=x.device) + 0.5) * (high / height / max(down, 1))
+        xs = left + (torch.arange(width * across, device=x.device) + 0.5) * (wide / width / max(across, 1))
+        cells = torch.stack(
+            [one.reshape(-1, height, down, width, across) for one in _corners(x[batch], ys, xs)]
+        )
+        maxima = call.get("mode", "avg") == "max"  # the largest of the weighted corners, as in the standard
+        found.append(cells.amax((0, 3, 5)) if maxima else cells.sum(0).mean((2, 4)))
+    return torch.stack(found) if found else x.new_zeros((0, x.shape[1], height, width))
+
+
+def _corners(image: Tensor, ys: Tensor, xs: Tensor) -> list[Tensor]:
+    """Return the weighted four neighbours of each position; just outside is the border, beyond is 0."""
+    h, w = image.shape[1:]
+    inside = ((ys >= -1) & (ys <= h))[:, None] & ((xs >= -1) & (xs <= w))[None]
+    ys, xs = ys.clamp(0, h - 1), xs.clamp(0, w - 1)
+    y0, x0 = ys.floor().long().clamp(max=h - 1), xs.floor().long().clamp(max=w - 1)
+    y1, x1 = (y0 + 1).clamp(max=h - 1), (x0 + 1).clamp(max=w - 1)
+    fy, fx = (ys - y0)[:, None], (xs - x0)[None]
+    return [
+        image[:, rows][:, :, columns] * down * across * inside
+        for rows, down in ((y0, 1 - fy), (y1, fy))
+        for columns, across in ((x0, 1 - fx), (x1, fx))
+    ]
+
+
+def _bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
+    """Sample `image` (n, c, h, w) at `ys`, `xs` (n, a, b) as (n, c, a, b), 0 outside."""
+    y0, x0 = torch.floor(ys), torch.floor(xs)
+    found = torch.zeros((), dtype=image.dtype, device=image.device)
+    for y, x in ((y0, x0), (y0, x0 + 1), (y0 + 1, x0), (y0 + 1, x0 + 1)):
+        weight = (1 - (ys - y).abs()) * (1 - (xs - x).abs())
+        found = found + _pixels(image, y.long(), x.long()) * weight.unsqueeze(1)
+    return found
+
+
+def _pixels(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
+    """Return pixels of `image` (n, c, h, w) at integer positions (n, a, b) as (n, c, a, b), 0 outside."""
+    n, c, h, w = image.shape
+    inside = (ys >= 0) & (ys < h) & (xs >= 0) & (xs < w)
+    flat = (ys.clamp(0, h - 1) * w + xs.clamp(0, w - 1)).reshape(n, 1, -1).expand(n, c, -1)
+    found = image.reshape(n, c, h * w).gather(2, flat).reshape(n, c, *ys.shape[1:])
+    return found * inside.unsqueeze(1).to(found.dtype)
+
+
+def _affine_grid(call: OpCall, theta: Tensor, size: list[int]) -> Tensor:
+    check_made(str(call.node), [*size, 3])
+    return functional.affine_grid(theta, size, bool(call.get("align_corners", 0)))
+
 
 @dataclass(frozen=True)
-class Windows:
+class PoolWindows:
     """Window size, stride, dilation and padding per spatial dimension."""
 
     kernel: tuple[int, ...]
@@ -34,14 +219,14 @@ class Windows:
         )
 
 
-def windows_of(call: OpCall, sizes: Sequence[Any], kernel: Sequence[int]) -> Windows:
+def _windows_of(call: OpCall, sizes: Sequence[Any], kernel: Sequence[int]) -> PoolWindows:
     """Return the windows of a convolution or pooling over an input with these spatial sizes."""
     rank = len(kernel)
     strides = tuple(call.get("strides", (1,) * rank))
     dilations = tuple(call.get("dilations", (1,) * rank))
-    windows = Windows(tuple(kernel), strides, dilations, (0,) * rank, (0,) * rank)
     if any(one < 1 for one in (*kernel, *strides, *dilations)) or not len(strides) == len(dilations) == rank:
         raise call.fail("sizes, strides and dilations of windows must be at least 1, one per dimension")
+    windows = PoolWindows(tuple(kernel), strides, dilations, (0,) * rank, (0,) * rank)
     mode = call.get("auto_pad", "NOTSET")
     if mode in ("SAME_UPPER", "SAME_LOWER"):
         totals = [
@@ -49,9 +234,9 @@ def windows_of(call: OpCall, sizes: Sequence[Any], kernel: Sequence[int]) -> Win
             for size, stride, span in zip(sizes, strides, windows.spans(), strict=True)
         ]
         small, large = tuple(one // 2 for one in totals), tuple(one - one // 2 for one in totals)
-        before, after = (small, large) if mode == "SAME_UPPER" else (large, small)
-        return replace(windows, before=before, after=after)
-    pads = tuple(call.get("pads", (0,) * (2 * rank))) if mode == "NOTSET" else (0,) * (2 * rank)
+        pads = (*small, *large) if mode == "SAME_UPPER" else (*large, *small)
+    else:
+        pads = tuple(call.get("pads", (0,) * (2 * rank))) if mode == "NOTSET" else (0,) * (2 * rank)
     if len(pads) != 2 * rank or any(type(one) is int and one < 0 for one in pads):
         raise call.fail(f"pads {pads} are not two numbers per dimension, for {rank} dimensions")
     return replace(windows, before=pads[:rank], after=pads[rank:])
@@ -63,23 +248,22 @@ def padded(x: Tensor, before: Sequence[Any], after: Sequence[Any], value: float 
     return functional.pad(x, widths, value=value) if any(type(one) is not int or one for one in widths) else x
 
 
-def _by_rank(call: OpCall, kernel: str, x: Tensor) -> Any:
+def _by_rank(call: OpCall, kernel: str, x: Tensor) -> Callable[..., Tensor]:
     """Return torch's function of this name for the input's number of dimensions."""
     if not 1 <= x.dim() - 2 <= 3:
         raise call.fail(f"an input of {x.dim()} dimensions; expected 1 to 3 spatial dimensions")
-    return getattr(functional, f"{kernel}{x.dim() - 2}d")
+    return getattr(functional, f"{kernel}{x.dim() - 2}d")  # type: ignore[no-any-return]
 
 
 def convolved(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute the convolution described by the attributes of the call."""
     run = _by_rank(call, "conv", x)
-    windows = windows_of(call, x.shape[2:], call.get("kernel_shape", weight.shape[2:]))
+    windows = _windows_of(call, x.shape[2:], call.get("kernel_shape", weight.shape[2:]))
     groups = call.get("group", 1)
     around: Any = windows.before
     if windows.before != windows.after:
         x, around = padded(x, windows.before, windows.after), 0
-    found: Tensor = run(x, weight, bias, windows.strides, around, windows.dilations, groups)
-    return found
+    return run(x, weight, bias, windows.strides, around, windows.dilations, groups)
 
 
 def _conv_transpose(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -126,7 +310,7 @@ def _deform_conv(
     if x.dim() != 4:
         raise call.fail("only two spatial dimensions are supported")
     n, channels = x.shape[:2]
-    windows = windows_of(call, x.shape[2:], weight.shape[2:])
+    windows = _windows_of(call, x.shape[2:], weight.shape[2:])
     parts, groups = call.get("offset_group", 1), call.get("group", 1)
     kh, kw = windows.kernel
     oh, ow = offset.shape[2:]
@@ -141,7 +325,7 @@ def _deform_conv(
     ys, xs = moved[:, :, :, 0] + down, moved[:, :, :, 1] + right  # n, parts, kh*kw, oh, ow
     source = x.reshape(n * parts, channels // parts, *x.shape[2:])
     flat = (n * parts, kh * kw * oh, ow)
-    taken = bilinear(source, ys.reshape(flat), xs.reshape(flat)).reshape(
+    taken = _bilinear(source, ys.reshape(flat), xs.reshape(flat)).reshape(
         n, parts, channels // parts, kh * kw, oh, ow
     )
     if mask is not None:
@@ -172,7 +356,7 @@ def _col2im(call: OpCall, x: Tensor, image: list[Any], block: list[Any]) -> Tens
     return padded(flat.reshape(n, channels, *wide), less[:rank], less[rank:])
 
 
-def _counts(call: OpCall, sizes: Any, windows: Windows) -> tuple[int, ...]:
+def _counts(call: OpCall, sizes: Any, windows: PoolWindows) -> tuple[int, ...]:
     """Count windows per dimension; ceil_mode adds one that begins inside and extends outside."""
     found = []
     for at, (size, span, stride) in enumerate(zip(sizes, windows.spans(), windows.strides, strict=True)):
@@ -183,7 +367,7 @@ def _counts(call: OpCall, sizes: Any, windows: Windows) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _views(x: Tensor, windows: Windows, counts: tuple[int, ...], value: float) -> Tensor:
+def _views(x: Tensor, windows: PoolWindows, counts: tuple[int, ...], value: float) -> Tensor:
     """Return windows as the last dimension: n, c, *counts, window elements; `value` outside."""
     ends = [(count - 1) * step + span for count, step, span in zip(
         counts, windows.strides, windows.spans(), strict=True)]  # fmt: skip
@@ -200,7 +384,7 @@ def _views(x: Tensor, windows: Windows, counts: tuple[int, ...], value: float) -
 
 
 def _max_pool(call: OpCall, x: Tensor) -> Any:
-    windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
+    windows = _windows_of(call, x.shape[2:], call.need("kernel_shape"))
     even = windows.before == windows.after and all(
         type(one) is int and one <= size // 2
         for one, size in zip(windows.before, windows.kernel, strict=True)
@@ -226,12 +410,11 @@ def _max_pool(call: OpCall, x: Tensor) -> Any:
 
 
 def _average_pool(call: OpCall, x: Tensor) -> Tensor:
-    windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
+    windows = _windows_of(call, x.shape[2:], call.need("kernel_shape"))
     outside = bool(call.get("count_include_pad", 0))
     plain = all(one == 1 for one in windows.dilations) and not any(windows.before) and not any(windows.after)
     if plain and not call.get("ceil_mode", 0) and x.dim() <= 5:
-        found: Tensor = _by_rank(call, "avg_pool", x)(x, windows.kernel, windows.strides)
-        return found
+        return _by_rank(call, "avg_pool", x)(x, windows.kernel, windows.strides)
     counts = _counts(call, x.shape[2:], windows)
     total = _views(x, windows, counts, 0).sum(-1)
     ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
@@ -242,14 +425,14 @@ def _average_pool(call: OpCall, x: Tensor) -> Tensor:
 
 
 def _lp_pool(call: OpCall, x: Tensor) -> Tensor:
-    windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
+    windows = _windows_of(call, x.shape[2:], call.need("kernel_shape"))
     counts, p = _counts(call, x.shape[2:], windows), call.get("p", 2)
     return _views(x, windows, counts, 0).abs().pow(p).sum(-1).pow(1 / p)
 
 
 def _max_unpool(call: OpCall, x: Tensor, places: Tensor, shape: list[Any] | None = None) -> Tensor:
     kernel = call.need("kernel_shape")
-    windows = windows_of(call, x.shape[2:], kernel)
+    windows = _windows_of(call, x.shape[2:], kernel)
     implied = [
         (size - 1) * stride + span - before - after
         for size, stride, span, before, after in zip(
@@ -293,11 +476,12 @@ def _roi_pool(call: OpCall, x: Tensor, rois: Tensor) -> Tensor:
     return torch.stack(found) if found else x.new_zeros((0, x.shape[1], height, width))
 
 
-def _overall(reduce: Callable[[OpCall, Tensor, list[int]], Tensor]) -> Callable[..., Tensor]:
-    return lambda call, x: reduce(call, x, list(range(2, x.dim())))
-
-
 OPERATORS: dict[str, Any] = {
+    "Resize": Operator(_resize, ints=(3,), numbers=(1, 2)),
+    "Upsample": Operator(_upsample, numbers=(1,)),
+    "GridSample": _grid_sample,
+    "AffineGrid": Operator(_affine_grid, ints=(1,)),
+    "RoiAlign": _roi_align,
     "Conv": convolved,
     "ConvTranspose": _conv_transpose,
     "DeformConv": _deform_conv,
@@ -305,10 +489,10 @@ OPERATORS: dict[str, Any] = {
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     "LpPool": _lp_pool,
-    "GlobalMaxPool": _overall(lambda call, x, axes: x.amax(axes, keepdim=True)),
-    "GlobalAveragePool": _overall(lambda call, x, axes: x.mean(axes, keepdim=True)),
-    "GlobalLpPool": _overall(
-        lambda call, x, axes: torch.linalg.vector_norm(x, call.get("p", 2), axes, keepdim=True)
+    "GlobalMaxPool": lambda call, x: x.amax(list(range(2, x.dim())), keepdim=True),
+    "GlobalAveragePool": lambda call, x: x.mean(list(range(2, x.dim())), keepdim=True),
+    "GlobalLpPool": lambda call, x: torch.linalg.vector_norm(
+        x, call.get("p", 2), list(range(2, x.dim())), keepdim=True
     ),
     "MaxUnpool": Operator(_max_unpool, ints=(2,)),
     "MaxRoiPool": _roi_pool,
