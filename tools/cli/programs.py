@@ -264,7 +264,7 @@ def _served(options: ServeOptions, source: Any) -> NoReturn:
 
 def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> ModelSource:
     """Return the source of an epoch's weights in the module that `make` builds."""
-    from torchrelay.tools.serving.model_sources import (
+    from torchrelay.tools.serving.program_server import (
         EpochModelSource,
         PlainModel,
         code_id_of_run,
@@ -287,7 +287,7 @@ def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], An
 
 
 def _package(chosen: argparse.Namespace) -> ModelSource:
-    from torchrelay.tools.serving.model_sources import PackageSource, handler_of
+    from torchrelay.tools.serving.program_server import PackageSource, handler_of
 
     handler = None if chosen.handler is None else handler_of(chosen.handler)
     return PackageSource(chosen.program, handler, chosen.device)

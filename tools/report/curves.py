@@ -1,4 +1,4 @@
-"""The sections with curves: metrics over epochs and steps, norms of weights and of their updates."""
+"""The sections with numbers in charts: metrics, norms of weights and updates, sizes of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,21 +8,40 @@ from itertools import pairwise
 
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.charts import (
+    BOTTOM,
+    HEIGHT,
+    RIGHT,
+    TOP,
+    WIDTH,
     Cell,
+    Chart,
     EpochMarker,
     Figure,
     PageSection,
+    Scale,
     Series,
+    Shape,
     StepCounts,
     Table,
+    brief,
     count,
     hue,
     line_chart,
     number,
+    rect,
     shade,
     share,
+    value_axis,
+    word,
 )
-from torchrelay.tools.report.run_data import LeafNorm, Norms, Point, RunFacts
+from torchrelay.tools.report.run_data import (
+    BlobBytes,
+    EpochBytes,
+    LeafNorm,
+    Norms,
+    Point,
+    RunFacts,
+)
 
 _MOST_CHARTS = 60
 _TABLE_ROWS = 400
@@ -369,3 +388,115 @@ def _cell(row: LeafNorm | None, top: float) -> Cell | str:
         return Cell(text, "cell h0", f"norm {number(row.norm)}, nothing to compare with")
     said = f"norm {number(row.norm)}, change {number(row.update or 0.0)}"
     return Cell(share(row.update or 0.0, row.norm), shade(ratio, top), said)
+
+
+_MOST_BLOBS = 12
+_BAR_LEFT, _BAR_ROW = 58, 34
+
+
+def sizes(runs: Sequence[RunFacts]) -> PageSection | None:
+    """How large epochs are, and why; None where no epoch is committed."""
+    known = [run for run in runs if run.sizes]
+    if not known:
+        return None
+    content = {
+        "legend": [("written", "written by the epoch"), ("referenced", "referenced in an earlier epoch")],
+        "runs": [(run, [_blobs(run.sizes[-1]), _epochs(run.sizes)], _size_table(run)) for run in known],
+    }
+    return PageSection("sizes", "Sizes", _size_finding(known), content)
+
+
+def _size_finding(runs: Sequence[RunFacts]) -> str:
+    if len(runs) > 1:
+        each = (f"{run.name} {human_bytes(_total(run.sizes[-1]))}" for run in runs)
+        return f"The newest epochs: {', '.join(each)}"
+    newest = runs[0].sizes[-1]
+    total = _total(newest)
+    if not newest.blobs or not total:
+        return "The newest epoch holds no bytes"
+    first = newest.blobs[0]
+    saved = sum(one.referenced for one in newest.blobs)
+    tail = f"; {share(saved, total)} was not written again" if saved else ""
+    return f"{first.blob} is {share(first.total, total)} of an epoch of {human_bytes(total)}{tail}"
+
+
+def _total(epoch: EpochBytes) -> int:
+    return sum(one.total for one in epoch.blobs)
+
+
+def _shown(blobs: Sequence[BlobBytes]) -> list[BlobBytes]:
+    if len(blobs) <= _MOST_BLOBS:
+        return list(blobs)
+    rest = blobs[_MOST_BLOBS - 1 :]
+    name = f"{count(len(rest), 'other blob')}"
+    other = BlobBytes(name, sum(one.written for one in rest), sum(one.referenced for one in rest))
+    return [*blobs[: _MOST_BLOBS - 1], other]
+
+
+def _blobs(epoch: EpochBytes) -> Figure:
+    label = f"Bytes by blob at epoch {epoch.epoch}"
+    return Figure(f"epoch {epoch.epoch}", label, row_chart(label, _shown(epoch.blobs)))
+
+
+def _epochs(epochs: Sequence[EpochBytes]) -> Figure:
+    bars = []
+    for one in epochs:
+        written = sum(blob.written for blob in one.blobs)
+        bars.append(BlobBytes(str(one.epoch), written, _total(one) - written))
+    fresh, whole = sum(one.written for one in bars), sum(one.total for one in bars)
+    return Figure(
+        f"{count(len(bars), 'epoch')} looked at",
+        f"Of {human_bytes(whole)}, {human_bytes(fresh)} were written",
+        column_chart("Bytes by epoch, written and referenced", bars, "epoch"),
+    )
+
+
+def _size_table(run: RunFacts) -> Table:
+    newest = run.sizes[-1]
+    rows = [
+        (one.blob, human_bytes(one.total), human_bytes(one.written), human_bytes(one.referenced))
+        for one in newest.blobs[:400]
+    ]
+    summary = f"Blobs of epoch {newest.epoch} of {run.name}"
+    return Table(summary, ("blob", "bytes", "written", "referenced"), rows, numeric=True)
+
+
+def column_chart(label: str, bars: Sequence[BlobBytes], what: str) -> Chart:
+    """Bytes side by side, with the names of at most eight below; `what` is what the names are."""
+    y = Scale(0.0, (max(one.total for one in bars) or 1) * 1.05, HEIGHT - BOTTOM, TOP)
+    slot = (WIDTH - _BAR_LEFT - RIGHT) / len(bars)
+    every, width = -(-len(bars) // 8), max(0.8, slot * 0.72)
+    shapes = value_axis(y, _BAR_LEFT, lambda value: human_bytes(int(value)), 4)
+    for index, one in enumerate(bars):
+        left, middle, end = _BAR_LEFT + (index + 0.14) * slot, y(one.written), y(one.total)
+        parts = (
+            rect("written", left, middle, width, y.start - middle),
+            rect("referenced", left, end, width, middle - end),
+        )
+        shapes.append(_stack(one, parts, f"{what} "))
+        if index % every == 0:
+            shapes.append(word(one.blob, _BAR_LEFT + (index + 0.5) * slot, HEIGHT - 9))
+    shapes.append(word(what, 4, HEIGHT - 9, "tick axisname"))
+    return Chart(label, WIDTH, HEIGHT, shapes)
+
+
+def row_chart(label: str, bars: Sequence[BlobBytes]) -> Chart:
+    """Bytes as rows, with name and value above each bar."""
+    x = Scale(0.0, max((one.total for one in bars), default=0) or 1, 8, WIDTH - 12)
+    shapes = []
+    for index, one in enumerate(bars):
+        y, middle = index * _BAR_ROW + 4, x(one.written)
+        name = brief(one.blob, 40)
+        parts = (
+            word(name, 8, y + 10, "tick"),
+            word(human_bytes(one.total), WIDTH - 12, y + 10, "tick end"),
+            rect("written", 8, y + 14, middle - 8, 9),
+            rect("referenced", middle, y + 14, x(one.total) - middle, 9),
+        )
+        shapes.append(_stack(one, parts))
+    return Chart(label, WIDTH, _BAR_ROW * len(bars) + 8, shapes)
+
+
+def _stack(one: BlobBytes, parts: Sequence[Shape], what: str = "") -> Shape:
+    said = f"{human_bytes(one.written)} written, {human_bytes(one.referenced)} referenced"
+    return Shape("g", "", title=f"{what}{one.blob}: {said}", inside=parts)

@@ -22,10 +22,9 @@ from torchrelay.jobs.config.yaml_reader import read_yaml
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.charts import PageSection, brief, count, hue, moment, number, seconds, visible
 from torchrelay.tools.report.checkpoints import NOT_ASKED
-from torchrelay.tools.report.curves import metric_names, metrics, weights
-from torchrelay.tools.report.epochs import checkpoints, sizes, story, tone_of
+from torchrelay.tools.report.curves import metric_names, metrics, sizes, weights
 from torchrelay.tools.report.run_data import RunFacts
-from torchrelay.tools.report.timeline import saves, timeline, wall_secs
+from torchrelay.tools.report.timeline import checkpoints, saves, story, timeline, tone_of, wall_secs
 
 _WORDS = {
     "FINISHED": ("finished", "good"),

@@ -1,9 +1,9 @@
-"""The sections about time: a row per attempt, and a heat map of what saves took, nodes by phases."""
+"""The sections about time: attempts, a heat map of what saves took (nodes by phases), checkpoints, events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torchrelay.tools.report.charts import (
     Cell,
     Chart,
     PageSection,
+    Scale,
     Shape,
     Table,
     clock_ticks,
@@ -24,8 +25,16 @@ from torchrelay.tools.report.charts import (
     seconds,
     shade,
     share,
+    whole_ticks,
 )
-from torchrelay.tools.report.run_data import RunAttempt, RunFacts, Save
+from torchrelay.tools.report.run_data import (
+    BranchNote,
+    EpochRow,
+    Event,
+    RunAttempt,
+    RunFacts,
+    Save,
+)
 
 _BAR = 22
 _MOST_BARS = 160
@@ -295,3 +304,147 @@ def _cell(value: float | None, top: float) -> Cell:
     if value is None:
         return Cell("\N{EN DASH}", "cell h0", "this node has no such phase")
     return Cell(seconds(value), shade(value, top), f"{number(value)} s")
+
+
+_TONES = {"chosen": "good", "older": "calm", "not reached": "calm", "abandoned": "faded"}
+
+
+def checkpoints(runs: Sequence[RunFacts]) -> PageSection | None:
+    """A table per run, newest epoch first; None where no epoch is committed."""
+    known = [run for run in runs if run.epochs]
+    if not known:
+        return None
+    rows = [(run, run.best[0] if run.best else "", _best(run)) for run in known]
+    return PageSection("checkpoints", "Checkpoints", _checkpoint_finding(known), {"runs": rows})
+
+
+def tone_of(row: EpochRow) -> str:
+    """The class of the colour of its standing."""
+    return _TONES.get(row.standing, "bad")
+
+
+def _best(run: RunFacts) -> list[EpochRow]:
+    """The rows of the best epoch."""
+    best = run.best_point[0] if run.best_point else None
+    return [one for one in run.epochs if one.epoch == best and not one.step and one.standing != "abandoned"]
+
+
+def unused(rows: Sequence[EpochRow]) -> list[EpochRow]:
+    """Those that cannot serve: damaged, not resumable, unproved."""
+    return [one for one in rows if one.standing not in ("chosen", "older", "abandoned", "not reached")]
+
+
+def _checkpoint_finding(runs: Sequence[RunFacts]) -> str:
+    rows = [row for run in runs for row in run.epochs]
+    bad = unused(rows)
+    gone = sum(row.standing == "abandoned" for row in rows)
+    total = len(rows) + sum(run.epochs_left_out for run in runs)
+    if bad:
+        return f"{len(bad)} of {count(total, 'checkpoint')} cannot be used"
+    tail = f", {gone} of them abandoned" if gone else ""
+    return f"{count(total, 'checkpoint')}{tail}, none known to be damaged"
+
+
+_STORY_ROW = 44
+_MOST_BRANCHES = 40
+_MOST_DOTS = 200
+_BAD = frozenset({"failure", "save failed", "quarantine", "warning", "preempted", "short epoch", "rewind"})
+
+_USUAL = frozenset({"start", "end", "saved", "retire"})
+"""What every run has: the sections about time and checkpoints show it."""
+
+
+def story(runs: Sequence[RunFacts]) -> PageSection | None:
+    """Branches, stages, events; None where there are none but begins, ends and saves."""
+    known = [
+        run
+        for run in runs
+        if len(run.branches) > 1
+        or run.upstream
+        or any(one.kind not in _USUAL for one in (*run.events, *run.happened))
+    ]
+    if not known:
+        return None
+    parts = [
+        (
+            run,
+            _tree(run) if len(run.branches) > 1 else None,
+            notable(run),
+            _in_time((*run.events, *run.happened)),
+        )
+        for run in known
+    ]
+    return PageSection("story", "Events", _story_finding(runs), {"runs": parts})
+
+
+def notable(run: RunFacts) -> list[Event]:
+    """What fell back, failed or was thrown away, from events and log records, in the order of time."""
+    return _in_time(one for one in (*run.events, *run.happened) if one.kind in _BAD)
+
+
+def _in_time(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda one: (one.time is None, one.time or 0.0))
+
+
+def _story_finding(runs: Sequence[RunFacts]) -> str:
+    failures = sum(one.kind in ("failure", "save failed") for run in runs for one in run.events)
+    damage = sum(one.kind == "quarantine" for run in runs for one in run.happened)
+    rewinds = sum(joint.kind == "rewind" for run in runs for joint in run.course.joints)
+    falls = sum(joint.kind == "fallback" for run in runs for joint in run.course.joints)
+    words = [
+        count(amount, what)
+        for amount, what in (
+            (failures, "failure"),
+            (damage, "damaged epoch"),
+            (falls, "fallback"),
+            (rewinds, "rewind"),
+        )
+        if amount
+    ]
+    return f"Events: {', '.join(words)}" if words else "No failures and no fallbacks"
+
+
+def _tree(run: RunFacts) -> Chart:
+    """A row per branch over epochs, joined to its parent where it began. Places are shares of the width."""
+    branches = run.branches[-_MOST_BRANCHES:]
+    rows = {one.id: index * _STORY_ROW + 30 for index, one in enumerate(branches)}
+    last = max([1, *(epoch for one in branches for epoch in one.epochs), *(_base(one) for one in branches)])
+    x = Scale(0.0, float(last), 2.0, 98.0)
+    height = _STORY_ROW * len(branches) + 26
+    drawn = [_branch(one, rows, x) for one in branches]
+    names = [_label(str(one), f"{x(one):.2f}%", height - 6) for one in whole_ticks(0, last, 8)]
+    return Chart(f"Branches of {run.name} over epochs", 0, height, [*drawn, *names], "bars")
+
+
+def _base(branch: BranchNote) -> int:
+    return int(branch.base.partition("+")[0]) if branch.base else 0
+
+
+def _branch(branch: BranchNote, rows: dict[int, int], x: Scale) -> Shape:
+    y, begin = rows[branch.id], _base(branch)
+    counted = [epoch for epoch in branch.epochs if epoch not in branch.abandoned]
+    last, end = max([begin, *counted]), max([begin, *branch.epochs])
+    title = f"branch {branch.id}: {branch.how}"
+    shapes: list[Shape] = []
+    if branch.parent is not None and branch.parent in rows:
+        shapes.append(_twig("current", (begin, begin), (rows[branch.parent], y), x))
+    if end > last:
+        shapes.append(_twig("past", (last, end), (y, y), x))
+    shapes.append(_twig("current", (begin, last), (y, y), x))
+    for epoch in branch.epochs[:: max(1, len(branch.epochs) // _MOST_DOTS)]:
+        style = f"twigdot {'past' if epoch in branch.abandoned else 'current'}"
+        place: dict[str, float | str] = {"cx": f"{x(epoch):.2f}%", "cy": y, "r": 4}
+        shapes.append(Shape("circle", style, place))
+    late = begin > end / 2  # then there is more room to the left
+    place_of, style = ("100%", "tick end") if late else (f"{x(begin) - 1:.2f}%", "tick")
+    shapes.append(_label(title, place_of, y - 12, style))
+    return Shape("g", "", title=title, inside=shapes)
+
+
+def _twig(style: str, epochs: tuple[int, int], rows: tuple[int, int], x: Scale) -> Shape:
+    left, right = (f"{x(one):.2f}%" for one in epochs)
+    return Shape("line", f"twig {style}", {"x1": left, "x2": right, "y1": rows[0], "y2": rows[1]})
+
+
+def _label(text: str, x: str, y: float, style: str = "tick middle") -> Shape:
+    return Shape("text", style, {"x": x, "y": y}, text)

@@ -94,7 +94,7 @@ _REFUSALS = {
 
 def description(served: Served, limits: RequestLimits, *, token: bool) -> Json:
     """Return the OpenAPI document; `token` is whether requests need one."""
-    told = (
+    text = (
         f"At most {limits.samples} samples in a request; JSON up to {limits.json_bytes} bytes and "
         f"{limits.depth} levels, tensors up to {limits.body_bytes} bytes and {limits.elements} elements. "
         f"Requests time out after {limits.secs:g} s. Up to {limits.max_batch} samples are computed at "
@@ -108,7 +108,7 @@ def description(served: Served, limits: RequestLimits, *, token: bool) -> Json:
         paths[path] = {"get": {"summary": summary, "responses": {"200": answer}}}
     content: Json = {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": torchrelay.__version__, "description": told},
+        "info": {"title": title, "version": torchrelay.__version__, "description": text},
         "paths": paths,
     }
     if token:
@@ -185,8 +185,8 @@ class Application:
             "/ready": self._ready,
             "/metadata": self._metadata,
             "/metrics": self._metrics,
-            "/openapi.json": self._openapi,
-            "/": self._page,
+            "/openapi.json": self._described,
+            "/": self._described,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -269,19 +269,15 @@ class Application:
     async def _metadata(self, request: Request) -> Response:
         return _json(self._holder.current.to_json())
 
+    async def _described(self, request: Request) -> Response:
+        """Return the OpenAPI document, or the page that shows it."""
+        document = description(self._holder.current, self._limits, token=self._access.token is not None)
+        return Response(page(document), headers=HEADERS) if request.scope["path"] == "/" else _json(document)
+
     async def _metrics(self, request: Request) -> Response:
         self._meters.epoch.set(self._holder.current.epoch or 0)
         self._meters.waiting.set(self._predicting.waiting)
         return Response(self._meters.text(), headers={**_SAFE, "Content-Type": CONTENT_TYPE})
-
-    async def _openapi(self, request: Request) -> Response:
-        return _json(self._described())
-
-    async def _page(self, request: Request) -> Response:
-        return Response(page(self._described()), headers=HEADERS)
-
-    def _described(self) -> dict[str, Any]:
-        return description(self._holder.current, self._limits, token=self._access.token is not None)
 
 
 def _leaves_bytes(request: Request) -> bool:
@@ -335,7 +331,7 @@ class Running:
         self._computing = Computing(queue, self.meters)
         self._predicting = Predicting(holder, queue, limits)
         application = Application(holder, self._predicting, self._computing, self.meters, access, limits)
-        self._server = _DrainingServer(application, limits, self._drain, self._computing.close)
+        self._server = _DrainingServer(self, application, limits)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until a signal or `stop`; calls `ready` once connections are accepted."""
@@ -359,32 +355,24 @@ class Running:
         """Shut down as after SIGTERM; callable from other threads."""
         self._server.should_exit = True
 
-    def _drain(self) -> None:
-        self.holder.draining = True
-
 
 class _DrainingServer(HttpServer):
-    """HTTP server with the shutdown described above."""
+    """HTTP server with the shutdown described above: drains, and closes what is left after `drain_secs`."""
 
-    def __init__(
-        self,
-        application: Application,
-        limits: RequestLimits,
-        drain: Callable[[], None],
-        close: Callable[[], None],
-    ) -> None:
+    def __init__(self, running: Running, application: Application, limits: RequestLimits) -> None:
         super().__init__(
             application,
             log_level="error",
             limit_concurrency=limits.connections + 1,  # uvicorn refuses the request that reaches it
             timeout_graceful_shutdown=int(limits.drain_secs + _LAST_SECS),
         )
-        self._limits, self._drain, self._close = limits, drain, close
+        self._running = running
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests up to the limit, then refuse the rest."""
-        self._drain()
-        timer = asyncio.get_running_loop().call_later(self._limits.drain_secs, self._close)
+        self._running.holder.draining = True
+        close = self._running._computing.close
+        timer = asyncio.get_running_loop().call_later(self._running.limits.drain_secs, close)
         try:
             await super().shutdown(sockets)
         finally:

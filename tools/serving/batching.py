@@ -273,7 +273,7 @@ class Queue:
 
 
 _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError)
-_TOLD = 200
+_LONGEST = 200
 
 
 class Computing:
@@ -372,4 +372,4 @@ def refusal_of(error: BaseException, what: str = "the model rejected this sample
 
 def _line(error: BaseException) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text[:_TOLD]}"
+    return f"{type(error).__name__}: {text[:_LONGEST]}"

@@ -242,9 +242,9 @@ class Served:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `/metadata`."""
-        told = {"run": self.name, "epoch": self.epoch, "branch": self.branch, "code_id": self.code_id}
+        known = {"run": self.name, "epoch": self.epoch, "branch": self.branch, "code_id": self.code_id}
         signature = self.signature.to_json() if self.signature is not None else None
-        return {**told, "signature": signature, **self.about}
+        return {**known, "signature": signature, **self.about}
 
 
 class ModelSource(Protocol):

@@ -35,7 +35,7 @@ from torchrelay.tools.serving.handlers import (
     plain,
     tensors_of,
 )
-from torchrelay.tools.serving.serve import FaultyAnswerError, RefusedError, busy, unavailable, wrong
+from torchrelay.tools.serving.serve import FaultyAnswerError, busy, unavailable, wrong
 from torchrelay.tools.serving.web import done_by, settle
 
 SMALL_BYTES = 16 << 10
@@ -58,12 +58,13 @@ class Body:
 
         A declared length beyond the limit is refused before reading.
         """
+        too_long = wrong(f"the body is longer than {most} bytes", 413)
         said = request.headers.get("content-length", "0")
         if not said.isdecimal() or len(said) > 15 or int(said) > most:
-            raise _too_long(most)
+            raise too_long
         async for chunk in request.stream():
             if len(self.data) + len(chunk) > most:
-                raise _too_long(most)
+                raise too_long
             cost = len(chunk) * self._weight
             if not self._budget.take(cost):
                 raise busy("too many large requests at once")
@@ -74,10 +75,6 @@ class Body:
         """Release the memory."""
         self._budget.give_back(self._taken)
         self._taken = 0
-
-
-def _too_long(most: int) -> RefusedError:
-    return wrong(f"the body is longer than {most} bytes", 413)
 
 
 JSON = "application/json"
@@ -173,8 +170,8 @@ def write_answer(
         metadata = {name: str(value) for name, value in about.items() if value is not None}
         return body_of(_stacked(results), metadata)
     try:
-        told = [plain(one) for one in results]
-        content = {"result": told[0]} if question.single else {"results": told}
+        values = [plain(one) for one in results]
+        content = {"result": values[0]} if question.single else {"results": values}
         return json_bytes({**content, **about})
     except TypeError as error:
         raise FaultyAnswerError(f"{error}: fix encode() of the handler") from None
@@ -227,7 +224,15 @@ class Predicting:
     async def _answered(self, body: Body, form: ContentFormat, receive: Receive) -> Answer:
         served = self._holder.current
         large = len(body.data) > SMALL_BYTES
-        question, samples = await self._off(large, lambda: _understood(body.data, form, served, self._limits))
+
+        def understood() -> tuple[PredictRequest, list[Any]]:
+            question = read_question(body.data, form, self._limits)
+            try:
+                return question, [served.handler.decode(one) for one in question.samples]
+            except Exception as error:  # any error of the program's code on a client's value
+                raise refusal_of(error, "the sample cannot be decoded") from None
+
+        question, samples = await self._off(large, understood)
         asked = await self._computed(served, samples, receive)
         about = {"epoch": served.epoch}
         many = elements(asked.results) > SMALL_ELEMENTS
@@ -249,11 +254,9 @@ class Predicting:
 
         asked = PendingRequest(served, samples, finish)
         if not self._queue.put(asked):
-            raise (
-                unavailable("the server is leaving")
-                if self._holder.draining
-                else busy("too many samples are waiting")
-            )
+            if self._holder.draining:
+                raise unavailable("the server is leaving")
+            raise busy("too many samples are waiting")
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -273,14 +276,3 @@ async def _gone(receive: Receive) -> None:
     """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _understood(
-    data: bytearray, form: ContentFormat, served: Served, limits: RequestLimits
-) -> tuple[PredictRequest, list[Any]]:
-    """Parse the request and decode its samples; raises RefusedError."""
-    question = read_question(data, form, limits)
-    try:
-        return question, [served.handler.decode(one) for one in question.samples]
-    except Exception as error:  # any error of the program's code on a client's value
-        raise refusal_of(error, "the sample cannot be decoded") from None

@@ -33,7 +33,9 @@ class Access:
         """Return status and reason for a refused request; the token is a bearer token or one of `also`."""
         if self.token is None:
             # DNS rebinding: a page of another site sends that site's host name.
-            here = self._names_here(headers.get("host", ""))
+            host = headers.get("host", "")
+            name, _, port = host.rpartition(":") if host.rpartition(":")[2].isdecimal() else (host, "", "80")
+            here = is_loopback(name.strip("[]").lower()) and port == str(self.port)
             return None if here else (421, "this server only answers to localhost")
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         said = [bearer.strip() if kind.lower() == "bearer" else "", *also]
@@ -41,10 +43,6 @@ class Access:
         if any(hmac.compare_digest(one.encode(errors="replace"), self.token.encode()) for one in said):
             return None
         return 401, "send the header Authorization: Bearer TOKEN"
-
-    def _names_here(self, host: str) -> bool:
-        name, _, port = host.rpartition(":") if host.rpartition(":")[2].isdecimal() else (host, "", "80")
-        return is_loopback(name.strip("[]").lower()) and port == str(self.port)
 
 
 def access_at(host: str, port: int, token: str | None) -> Access:

@@ -17,8 +17,7 @@ from served import wait_until
 from torchrun import clean_environment
 
 from torchrelay.errors import UsageError
-from torchrelay.tools.serving.model_sources import EpochModelSource
-from torchrelay.tools.serving.program_server import configured_model
+from torchrelay.tools.serving.program_server import EpochModelSource, configured_model
 
 
 def result(served: object, row: list[float]) -> float:

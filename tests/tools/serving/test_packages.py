@@ -12,7 +12,7 @@ from served import serving
 import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.tools.serving.model_sources import PackageSource, batch_size_of
+from torchrelay.tools.serving.program_server import PackageSource, batch_size_of
 
 
 class Two(torch.nn.Module):

@@ -16,7 +16,7 @@ from torchrelay.runners.artifacts.rebuild import named
 from torchrelay.runners.programs.request import ServeOptions
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.serving.handlers import TensorHandler
-from torchrelay.tools.serving.model_sources import handler_of, read_signature
+from torchrelay.tools.serving.program_server import handler_of, read_signature
 
 MODEL = ("--model", "served:linear")
 

@@ -14,7 +14,7 @@ from torchrelay import open_checkpoint
 from torchrelay.errors import NoProvableEpochError, StorageError, TaskFailedError, UsageError
 from torchrelay.tools.serving.batching import Meters, Watching
 from torchrelay.tools.serving.handlers import ModelSlot, TensorHandler
-from torchrelay.tools.serving.model_sources import EpochModelSource, PlainModel
+from torchrelay.tools.serving.program_server import EpochModelSource, PlainModel
 
 BIAS_AT = 4096 + (8 + 8 * 4) * 4
 """Where the last bias lies in a shard: behind the header and the first layer."""
