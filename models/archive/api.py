@@ -162,7 +162,12 @@ def compared(archive: ArchiveFile, wanted: Mapping[str, ModuleEntry]) -> StateRe
     every = {**stored, **{name: stored[first] for name, first in archive.ties.items()}}
     have = {*every, *archive.extra}
     unlike = {name: text for name, entry in wanted.items() if (text := _unlike(name, entry, every, archive))}
-    unlike.update(_untied(wanted, every, archive))
+    first: dict[int, str] = {}  # of tensors that are shared in the model, and may differ in the archive
+    for name, entry in wanted.items():
+        if name in every and isinstance(entry.value, torch.Tensor):
+            known = first.setdefault(id(entry.value), name)
+            if known != name and every[known].digests != every[name].digests:
+                unlike[name] = f"{name} and {known} are one tensor in the model and differ in the archive"
     return StateReport(
         tuple(name for name in wanted if name in have and name not in unlike),
         tuple(name for name in wanted if name not in have),
@@ -185,20 +190,6 @@ def _unlike(name: str, entry: ModuleEntry, stored: Mapping[str, ArchiveEntry], a
         return ""
     here = dtype if lazy else f"{dtype}{list(value.shape)}"
     return f"{name}: the model has {here}, the archive {found.element.name}{list(found.shape)}"
-
-
-def _untied(
-    wanted: Mapping[str, ModuleEntry], stored: Mapping[str, ArchiveEntry], archive: ArchiveFile
-) -> dict[str, str]:
-    """Describe states that share a tensor in the model but differ in the archive."""
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for name, entry in wanted.items():
-        if name in stored and isinstance(entry.value, torch.Tensor):
-            known = first.setdefault(id(entry.value), name)
-            if known != name and stored[known].digests != stored[name].digests:
-                found[name] = f"{name} and {known} are one tensor in the model and differ in the archive"
-    return found
 
 
 @overload
@@ -272,8 +263,10 @@ def set_states(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
     wrong = [f"{name} is not a state of the model" for name in states if name not in wanted]
     for name in [one for one in states if one in wanted]:
         value, live = states[name], wanted[name].value
-        if why := _given_unlike(value, live):
-            wrong.append(f"{name} is {why}")
+        if not isinstance(value, torch.Tensor):
+            wrong.append(f"{name} is a {type(value).__name__}, not a tensor")
+        elif not nn.parameter.is_lazy(live) and (value.shape, value.dtype) != (live.shape, live.dtype):
+            wrong.append(f"{name} is {form(value)}, in the model {form(live)}")
         elif not torch.equal(given.setdefault(known[name], value), value):
             wrong.append(f"{name} and another name of the same tensor have different values")
     wrong += [f"{name} is missing" for name in dict.fromkeys(known.values()) if name not in given]
@@ -285,15 +278,6 @@ def set_states(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
     _check_memory(list(wanted.values()))
     gate()
     _put(model, [(entry, given[known[name]].detach().clone()) for name, entry in wanted.items()])
-
-
-def _given_unlike(value: Any, live: torch.Tensor) -> str:
-    """Describe how a state differs in form from the model's; empty if it does not."""
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}, not a tensor"
-    if nn.parameter.is_lazy(live) or (value.shape == live.shape and value.dtype == live.dtype):
-        return ""
-    return f"{form(value)}, in the model {form(live)}"
 
 
 def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport:
@@ -313,7 +297,13 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
     stored = archive.tensors(MODEL)
     places = [archive.ties.get(name, name) for name in live.tensors]
     stored.check([*places, *(archive.ties.get(name, name) for name in passing)])
-    _check_all_real(wanted, report.loaded, model)
+    known = {id(wanted[name].value) for name in report.loaded}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if empty := [name for name, one in tensors if one.is_meta and id(one) not in known]:
+        raise BlobError(  # they would break the forward pass
+            f"{', '.join(empty[:8])} would stay on the meta device, because the archive does not have "
+            "them: create the model on a real device"
+        )
     _check_memory([wanted[name] for name in (*names, *passing)])
     gate()
     _put(model, [(wanted[name], fresh[name]) for name in names])
@@ -345,12 +335,12 @@ def _destinations(
     own = {name: wanted[name].value for name in first.values()}
     entries = [stored[archive.ties.get(name, name)] for name in own]
     live = fitting(own, list(own), [form_of(one.element.name, tuple(one.shape)) for one in entries])
-    others = {name: one for name, one in own.items() if name not in live.tensors and all_strided([one])}
-    return live, {
+    others = {
         name: one.detach()
-        for name, one in others.items()
-        if not one.is_meta and not nn.parameter.is_lazy(one)
+        for name, one in own.items()
+        if name not in live.tensors and all_strided([one]) and not (one.is_meta or nn.parameter.is_lazy(one))
     }
+    return live, others
 
 
 def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:
@@ -367,25 +357,14 @@ def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def _check_all_real(wanted: Mapping[str, ModuleEntry], loaded: Sequence[str], model: nn.Module) -> None:
-    """Raise BlobError if tensors would stay on the meta device, which would break the forward pass."""
-    known = {id(wanted[name].value) for name in loaded}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    if empty := [name for name, one in tensors if one.is_meta and id(one) not in known]:
-        raise BlobError(
-            f"{', '.join(empty[:8])} would stay on the meta device, because the archive does not have "
-            "them: create the model on a real device"
-        )
-
-
 def _check_memory(entries: Sequence[ModuleEntry]) -> None:
     """Check that the model's tensors can be loaded into."""
     filled = [
         (entry.name, entry.value)
         for entry in entries
-        if entry.role is not None and not nn.parameter.is_lazy(entry.value)
+        if entry.role is not None
+        and not (nn.parameter.is_lazy(entry.value) or entry.value.is_meta or is_wrapper(entry.value))
     ]
-    filled = [(name, tensor) for name, tensor in filled if not tensor.is_meta and not is_wrapper(tensor)]
     if refused := unwritable((name, admitted_in_place(tensor, name)) for name, tensor in filled):
         raise BlobError(refused[0])
 

@@ -77,10 +77,13 @@ class ArchiveEntry:
         }
 
 
-def entry_from_json(fields: Fields) -> ArchiveEntry:
+def _entry_from_json(fields: Fields) -> ArchiveEntry:
     """Parse the form in the manifest; raises DamagedError."""
     shape = fields.items("shape")
-    if not _possible(shape) or fields.text("role") not in ROLES:
+    whole = len(shape) <= _DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+    # Even for empty tensors torch multiplies the other sizes.
+    possible = whole and math.prod(size for size in shape if size) < _ELEMENTS
+    if not possible or fields.text("role") not in ROLES:
         raise fields.wrong("shape")
     element = dtypes.by_name(fields.text("dtype"))
     try:
@@ -93,19 +96,7 @@ def entry_from_json(fields: Fields) -> ArchiveEntry:
     return entry
 
 
-def _possible(shape: list[Json]) -> bool:
-    """Return True if torch supports the shape; even for empty tensors it multiplies the other sizes."""
-    if len(shape) > _DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
-        return False
-    return bool(math.prod(size for size in shape if size) < _ELEMENTS)
-
-
-def ordered(entries: Mapping[str, ArchiveEntry]) -> list[str]:
-    """Return the names in storage order: larger item sizes first, so that all are aligned."""
-    return sorted(entries, key=lambda name: (-entries[name].element.itemsize, name))
-
-
-def places(
+def _places_in(
     header: bytes, data: int, nbytes: int, entries: Mapping[str, ArchiveEntry], what: str
 ) -> dict[str, int]:
     """Return the offset of each tensor in the member, after checking its header against the manifest.
@@ -122,17 +113,12 @@ def places(
     placed = {
         name: _place(found[name], entry, data, nbytes, f"{what} ({name})") for name, entry in entries.items()
     }
-    _check_apart(placed, entries, what)
-    return placed
-
-
-def _check_apart(placed: Mapping[str, int], entries: Mapping[str, ArchiveEntry], what: str) -> None:
-    """Check that tensors do not overlap, so that an archive cannot expand beyond its size."""
     end = 0
     for name in sorted((one for one in placed if entries[one].nbytes), key=lambda one: placed[one]):
-        if placed[name] < end:
+        if placed[name] < end:  # otherwise an archive could expand beyond its size
             raise DamagedError(f"{what} ({name}): its bytes overlap those of another tensor")
         end = placed[name] + entries[name].nbytes
+    return placed
 
 
 def _place(said: Json, entry: ArchiveEntry, data: int, nbytes: int, what: str) -> int:
@@ -179,10 +165,15 @@ def add_member(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterabl
 
 def write_tensors(archive: zipfile.ZipFile, member: str, tensors: Mapping[str, TensorToStore]) -> Json:
     """Write a member and return its part of the manifest; raises BlobError for unsupported tensors."""
-    entries = {name: _entry(name, one) for name, one in tensors.items()}
+    entries = {}
+    for name, one in tensors.items():
+        element = dtypes.logical_dtype(one.tensor.dtype, name)
+        dtypes.check_dense(one.tensor, name)
+        entries[name] = ArchiveEntry(element, tuple(one.tensor.shape), one.role, one.trainable)
     if "__metadata__" in entries:
         raise BlobError("invalid tensor name '__metadata__' in a safetensors file: rename it")
-    order = [(name, entries[name]) for name in ordered(entries)]
+    # Larger item sizes first, so that all are aligned.
+    order = sorted(entries.items(), key=lambda item: (-item[1].element.itemsize, item[0]))
     described = (
         (name, one.element.code, one.element.stored_shape(one.shape), one.nbytes) for name, one in order
     )
@@ -204,37 +195,28 @@ def write_tensors(archive: zipfile.ZipFile, member: str, tensors: Mapping[str, T
     return {name: replace(entry, digests=digests[name]).to_json() for name, entry in entries.items()}
 
 
-def _entry(name: str, one: TensorToStore) -> ArchiveEntry:
-    element = dtypes.logical_dtype(one.tensor.dtype, name)
-    dtypes.check_dense(one.tensor, name)
-    return ArchiveEntry(element, tuple(one.tensor.shape), one.role, one.trainable)
-
-
 class StoredTensors:
     """The tensors of one member, read on request."""
 
     def __init__(self, archive: ZipMembers, member: str, said: Fields) -> None:
         self._archive, self._member = archive, member
-        what = f"{said.what}"
-        self.entries: dict[str, ArchiveEntry] = {
-            name: entry_from_json(Fields(one, f"{what} ({name})")) if isinstance(one, dict) else _odd(what)
-            for name, one in said.values.items()
-        }
-        self._places = self._find_places()
-
-    def _find_places(self) -> dict[str, int]:
-        what = f"{self._archive.what}: {self._member}"
-        found = self._archive.members.get(self._member)
+        self.entries: dict[str, ArchiveEntry] = {}
+        for name, one in said.values.items():
+            if not isinstance(one, dict):
+                raise DamagedError(f"{said.what} is damaged: a tensor is not described")
+            self.entries[name] = _entry_from_json(Fields(one, f"{said.what} ({name})"))
+        found = archive.members.get(member)
         if found is None:
-            raise DamagedError(f"{self._archive.what}: has no member {self._member!r}")
+            raise DamagedError(f"{archive.what}: has no member {member!r}")
         length = bytearray(8)
-        self._archive.read_into(self._member, 0, memoryview(length))
+        archive.read_into(member, 0, memoryview(length))
         nbytes = int.from_bytes(length, "little")
+        what = f"{archive.what}: {member}"
         if nbytes > min(HEADER_LIMIT, found.nbytes - 8):
             raise DamagedError(f"{what}: its header does not fit the member")
         header = bytearray(nbytes)
-        self._archive.read_into(self._member, 8, memoryview(header))
-        return places(bytes(header), 8 + nbytes, found.nbytes, self.entries, what)
+        archive.read_into(member, 8, memoryview(header))
+        self._places = _places_in(bytes(header), 8 + nbytes, found.nbytes, self.entries, what)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a new tensor to the CPU, verifying every byte; raises DamagedError with member and tensor."""
@@ -279,16 +261,17 @@ class StoredTensors:
 
         The zip's CRC of the member is not checked, because the digests verify the bytes.
         """
+        sizes = [self.entries[name].nbytes for name in names]
         blocks = [
             (number, at, min(BLOCK, nbytes - at))
-            for number, name in enumerate(names)
-            for nbytes in [self.entries[name].nbytes]
+            for number, nbytes in enumerate(sizes)
             for at in range(0, nbytes, BLOCK)
         ]
-        each(
-            lambda block: self._verified(names[block[0]], block[1], place(*block)), blocks,
-            sum(nbytes for _, _, nbytes in blocks), PLAIN.threads,
-        )  # fmt: skip
+
+        def verify(block: tuple[int, int, int]) -> None:
+            self._verified(names[block[0]], block[1], place(*block))
+
+        each(verify, blocks, sum(sizes), PLAIN.threads)
 
     def _verified(self, name: str, at: int, memory: memoryview) -> None:
         self._archive.read_into(self._member, self._places[name] + at, memory)
@@ -297,10 +280,6 @@ class StoredTensors:
             raise DamagedError(
                 f"{self._archive.what}: {name!r} in {self._member} is damaged: its bytes have changed"
             )
-
-
-def _odd(what: str) -> ArchiveEntry:
-    raise DamagedError(f"{what} is damaged: a tensor is not described")
 
 
 MANIFEST = "manifest.json"
@@ -351,20 +330,19 @@ def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
 _WANTED = "an archive, such as 'model.zip'"
 
 
-def _manifest(contents: Contents, said: Json) -> Json:
-    found = {
+def _manifest(contents: Contents, tensors: Json) -> Json:
+    optional = {"package": contents.package, "signature": contents.signature}
+    return {
         "about": ABOUT,
         "format": stamp(),
         "kind": contents.kind,
-        "tensors": said,
+        "tensors": tensors,
         "ties": dict(contents.ties),
         "extra": dict(contents.extra),
         "order": list(contents.order),
         "aux": contents.aux,
+        **{key: value for key, value in optional.items() if value is not None},
     }
-    for key, said_of_it in (("package", contents.package), ("signature", contents.signature)):
-        found.update({} if said_of_it is None else {key: said_of_it})
-    return found
 
 
 class ArchiveFile:
@@ -386,7 +364,8 @@ class ArchiveFile:
         check_stamp(found.get("format"), what=self.what)
         self.fields = Fields(found, f"{self.what}: {MANIFEST}")
         self.kind = self.fields.text("kind")
-        self.ties = _texts(self.fields.fields("ties"))
+        ties = self.fields.fields("ties")
+        self.ties = {key: ties.text(key) for key in ties.values}
         self.extra: dict[str, Json] = dict(self.fields.fields("extra").values)
         self._groups: dict[str, StoredTensors] = {}
         states = self.tensors(MODEL).entries
@@ -403,9 +382,9 @@ class ArchiveFile:
             self._groups[group] = StoredTensors(self._members, f"{group}.safetensors", said)
         return self._groups[group]
 
-    def read(self, member: str, limit_bytes: int) -> bytes:
+    def read(self, member: str) -> bytes:
         """Read another member; raises DamagedError."""
-        return self._members.read(member, limit_bytes)
+        return self._members.read(member, MEMBER_LIMIT)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -445,7 +424,3 @@ def open_archive_file(where: Where) -> Iterator[ArchiveFile]:
         check_file(path, _WANTED)
         with open_zip(path, str(path) if place == path else shown(str(place))) as members:
             yield ArchiveFile(members)
-
-
-def _texts(fields: Fields) -> dict[str, str]:
-    return {key: fields.text(key) for key in fields.values}

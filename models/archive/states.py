@@ -101,18 +101,15 @@ def states_of(module: nn.Module) -> States:
         elif (known := first.earlier(value, entry.name)) is not None:
             ties[entry.name] = known
         else:
-            tensors[entry.name] = _outgoing(entry)
+            if hasattr(value, "full_tensor"):
+                raise BlobError(
+                    f"{entry.name} is a sharded tensor (DTensor): use a model with full tensors, "
+                    "as from ctx.full_state_dict(module)"
+                )
+            role = {Role.PARAMETER: PARAMETER, Role.BUFFER: BUFFER}.get(entry.role, OTHER)  # type: ignore[arg-type]
+            content = admitted_in_place(value, entry.name)
+            tensors[entry.name] = TensorToStore(content, role, value.requires_grad)
     return States(tensors, ties, extra, tuple(entry.name for entry in entries))
-
-
-def _outgoing(entry: ModuleEntry) -> TensorToStore:
-    if hasattr(entry.value, "full_tensor"):
-        raise BlobError(
-            f"{entry.name} is a sharded tensor (DTensor): use a model with full tensors, "
-            "as from ctx.full_state_dict(module)"
-        )
-    role = {Role.PARAMETER: PARAMETER, Role.BUFFER: BUFFER}.get(entry.role, OTHER)  # type: ignore[arg-type]
-    return TensorToStore(admitted_in_place(entry.value, entry.name), role, entry.value.requires_grad)
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:

@@ -29,7 +29,6 @@ from torchrelay.models.archive.api import aux_of, fill
 from torchrelay.models.archive.manifest import (
     AUX,
     CONSTANTS,
-    MEMBER_LIMIT,
     MODEL,
     PACKAGE,
     ArchiveFile,
@@ -239,12 +238,20 @@ def _described(
     preprocessing: Any,
     metadata: Mapping[str, Any] | None,
 ) -> dict[str, Json]:
+    def refused(path: str, tensor: torch.Tensor) -> Json:
+        raise BlobError(
+            f"{path} is a tensor, but metadata takes plain values: use aux_states={{...}}, which "
+            "load_states(path, model) and open_package(path).aux() give back"
+        )
+
+    if isinstance(labels, str) or not all(isinstance(one, str) for one in labels or ()):
+        raise UsageError("labels must be a sequence of strings, one per class")
     return {
         "program": exported is not None,
         "signature": None if exported is None else exported.signature.to_json(),
-        "labels": _labels(labels),
+        "labels": None if labels is None else list(labels),
         "preprocessing": values.encode(preprocessing, "preprocessing"),
-        "metadata": values.encode(dict(metadata or {}), "metadata", tensor=_no_tensor),
+        "metadata": values.encode(dict(metadata or {}), "metadata", tensor=refused),
     }
 
 
@@ -266,13 +273,6 @@ def _contents(
     }
     return Contents(
         PACKAGE, groups, states.ties, states.extra, aux[0], states.order, package=package, members=members
-    )
-
-
-def _no_tensor(path: str, tensor: torch.Tensor) -> Json:
-    raise BlobError(
-        f"{path} is a tensor, but metadata takes plain values: use aux_states={{...}}, which "
-        "load_states(path, model) and open_package(path).aux() give back"
     )
 
 
@@ -322,14 +322,6 @@ def _constructor(model: nn.Module, given: Constructor | None, without: list[str]
     return {"args": values.encode(args, "constructor"), "kwargs": values.encode(kwargs, "constructor")}
 
 
-def _labels(labels: Sequence[str] | None) -> list[str] | None:
-    if labels is None:
-        return None
-    if isinstance(labels, str) or not all(isinstance(one, str) for one in labels):
-        raise UsageError("labels must be a sequence of strings, one per class")
-    return list(labels)
-
-
 def load(path: Where, *, trust_source: bool = False) -> nn.Module:
     """Load the model of a package, in eval mode on the CPU.
 
@@ -371,7 +363,7 @@ def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
     args, kwargs = decode(fields.values.get("args")), decode(fields.values.get("kwargs"))
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise DamagedError(f"{fields.what} is damaged: it has no constructor arguments")
-    contents = {name: archive.read(SOURCE + name, MEMBER_LIMIT) for name in package.source}
+    contents = {name: archive.read(SOURCE + name) for name in package.source}
     module, _, name = package.class_path.partition(":")
     try:
         found: Any = ArchivedImports(package.where, contents, {}, ("",)).module(module)

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from types import FunctionType
 from typing import Any
 
@@ -36,14 +36,8 @@ from torchrelay.models.package.graph_lowering import (
 from torchrelay.models.package.program import tree_of
 
 _LOGGERS = (
-    "torch",
-    "torch.__trace",
-    "torch.onnx",
-    "torch.export",
-    "torch.fx",
-    "torch._dynamo",
-    "onnxscript",
-    "onnx_ir",
+    *("torch", "torch.__trace", "torch.onnx", "torch.export", "torch.fx", "torch._dynamo"),
+    *("onnxscript", "onnx_ir"),
 )
 
 
@@ -52,10 +46,7 @@ def undisturbing() -> Iterator[None]:
     """Context manager for an export without side effects; other threads can still print."""
     streams = RandomStreams.capture()
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-            stack.enter_context(saying_nothing())
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), saying_nothing():
             yield
     finally:
         streams.restore()
@@ -67,48 +58,22 @@ def saying_nothing() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(_silent_loggers())
-        for name in ("stdout", "stderr"):
-            stack.enter_context(_without_this_thread(name))
+        for logger in map(logging.getLogger, _LOGGERS):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL + 1)
+        stack.enter_context(redirect_stdout(_Others(sys.stdout)))
+        stack.enter_context(redirect_stderr(_Others(sys.stderr)))
         yield
-
-
-@contextmanager
-def _silent_loggers() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for one, level in zip(loggers, before, strict=True):
-            one.setLevel(level)
-
-
-@contextmanager
-def _without_this_thread(name: str) -> Iterator[None]:
-    before = getattr(sys, name)
-    ours = _Others(before)
-    setattr(sys, name, ours)
-    try:
-        yield
-    finally:
-        if getattr(sys, name) is ours:
-            setattr(sys, name, before)
 
 
 class _Others:
     """A text stream that drops the output of the thread that created it."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._mute = threading.get_ident()
+        self._stream, self._mute = stream, threading.get_ident()
 
     def write(self, text: str) -> int:
-        if threading.get_ident() == self._mute:
-            return len(text)
-        return int(self._stream.write(text))
+        return len(text) if threading.get_ident() == self._mute else int(self._stream.write(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -198,45 +163,26 @@ def _traced(
 def _attempt(
     model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]], size_of: Mapping[str, Any]
 ) -> torch.export.ExportedProgram:
-    wanted = {
-        name: {at: size_of[text] for at, text in sizes.items() if text in size_of}
-        for name, sizes in names.items()
+    """Trace with these dynamic sizes; each becomes at least 2, because torch treats a size of 1 as fixed."""
+    grown, shapes = dict[int, torch.Tensor](), dict[int, dict[int, Any]]()
+    for name, tensor in call.leaves:
+        key, long = id(tensor), tensor
+        shapes[key] = {at: size_of[text] for at, text in names.get(name, {}).items() if text in size_of}
+        for at in shapes[key]:
+            long = torch.cat([long, long], at) if long.shape[at] == 1 else long
+        grown[key] = long
+    bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs)
+    dynamic = {
+        name: mapped(value, lambda one: shapes[id(one)], None) for name, value in bound.arguments.items()
     }
-    free = {
-        name: {at: text for at, text in sizes.items() if text in size_of} for name, sizes in names.items()
-    }
-    grown = _grown(call, free)
-    shapes = _like(call, wanted, model)
-    return torch.export.export(model, grown.args, dict(grown.kwargs), dynamic_shapes=shapes)
+    for name in list(dynamic):
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            dynamic.update(dynamic.pop(name))
+    args, kwargs = mapped((call.args, dict(call.kwargs)), lambda one: grown[id(one)])
+    return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic)
 
 
-def _grown(call: ForwardCall, names: Mapping[str, Mapping[int, str]]) -> ForwardCall:
-    """Enlarge every named size to at least 2, because torch treats a size of 1 as fixed."""
-
-    def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        for at in names.get(name, {}):
-            if tensor.shape[at] == 1:
-                tensor = torch.cat([tensor, tensor], at)
-        return tensor
-
-    tensors = {id(tensor): grown(name, tensor) for name, tensor in call.leaves}
-    args, kwargs = mapped((call.args, dict(call.kwargs)), lambda tensor: tensors[id(tensor)])
-    return ForwardCall(args, kwargs, call.arguments, call.leaves)
-
-
-def _like(call: ForwardCall, wanted: Mapping[str, Any], model: nn.Module) -> Any:
-    """Return torch.export's description of dynamic sizes, structured like the bound arguments."""
-    by_id = {id(tensor): wanted.get(name) for name, tensor in call.leaves}
-    bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
-    parameters = inspect.signature(model.forward).parameters
-    shapes = {name: mapped(value, lambda tensor: by_id[id(tensor)], None) for name, value in bound.items()}
-    for name in list(shapes):
-        if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            shapes.update(shapes.pop(name))
-    return shapes
-
-
-def materialise(model: nn.Module, device: str = "cpu") -> None:
+def _materialise(model: nn.Module) -> None:
     """Initialise every tensor on the meta device with `reset_parameters` of its module.
 
     Raises UsageError, before anything changes, for modules without `reset_parameters`.
@@ -254,7 +200,7 @@ def materialise(model: nn.Module, device: str = "cpu") -> None:
         )
     ties = shared_parameters(model)
     for _, part in parts:
-        part.to_empty(device=device, recurse=False)
+        part.to_empty(device="cpu", recurse=False)
     tie_again(model, ties)
     for _, part in parts:
         part.reset_parameters()
@@ -290,7 +236,7 @@ def compile(
     """
     checked(model)
     _fill_lazy(model, inputs)
-    materialise(model)
+    _materialise(model)
     call = call_of(model, _real(inputs, model))
     names = dynamic_names(call, dynamic)
     signature = _signature(model, call, names)
@@ -330,18 +276,15 @@ def _called(model: nn.Module, work: Callable[[], Any]) -> Any:
 
 def _outputs(model: nn.Module, call: ForwardCall, grown: Mapping[str, int]) -> list[tuple[str, Any]]:
     """Return the outputs of a run without side effects, with some inputs longer by one in a dimension."""
-    tensors = {id(one): _longer(one, grown.get(name)) for name, one in call.leaves}
+    tensors = {id(one): one for _, one in call.leaves}
+    for name, one in call.leaves:
+        if name in grown:
+            tensors[id(one)] = torch.cat([one, one.narrow(grown[name], 0, 1)], grown[name])
     args, kwargs = mapped((call.args, dict(call.kwargs)), lambda one: tensors[id(one)])
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with evaluating(model), torch.no_grad(), torch.random.fork_rng():
         found = _called(model, lambda: torch.func.functional_call(model, buffers, args, kwargs))
     return tree_of(plain(found), lambda one: isinstance(one, (torch.Tensor, int, float)), "output")[1]
-
-
-def _longer(tensor: torch.Tensor, dimension: int | None) -> torch.Tensor:
-    if dimension is None:
-        return tensor
-    return torch.cat([tensor, tensor.narrow(dimension, 0, 1)], dimension)
 
 
 def _signature(model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]]) -> Signature:

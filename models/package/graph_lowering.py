@@ -102,7 +102,7 @@ def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
     return rest[0] if rest else value
 
 
-def without_unused(
+def _without_unused(
     program: PackagedProgram, specs: Sequence[TensorSpec]
 ) -> tuple[PackagedProgram, tuple[TensorSpec, ...]]:
     """Remove inputs that no step and no output uses from the program and its input `specs`.
@@ -234,20 +234,20 @@ def rewritten(
     ]
     tensors, constants = _tensors(traced)
     inputs = _inputs(traced)
-    result, outputs, output_specs = _result(traced, users, _size_names(traced, call, names))
+    symbols = {str(size): text for size, text in _named_sizes(traced, call, names) if not _is_fixed(size)}
+    result, outputs, output_specs = _result(traced, users, symbols)
     program = PackagedProgram(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
     specs, fixed = _input_specs(traced, call, names), tuple(sorted(fixed_sizes(traced, call, names)))
     if drop_unused:
-        program, specs = without_unused(program, specs)
+        program, specs = _without_unused(program, specs)
     return LoweredProgram(program, program.to_json(), Signature(specs, output_specs), constants, fixed)
 
 
 def _inputs(traced: torch.export.ExportedProgram) -> tuple[str, ...]:
     """Return the tensor inputs; constants are part of the traced graph."""
-    specs = traced.graph_signature.input_specs
     return tuple(
         spec.arg.name
-        for spec in specs
+        for spec in traced.graph_signature.input_specs
         if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
     )
 
@@ -288,19 +288,7 @@ def _shapes(
     ]
 
 
-def _size_names(
-    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
-) -> dict[str, str]:
-    """Map torch's symbols of sizes to their names."""
-    return {
-        str(shape[at]): text
-        for name, _, shape in _shapes(traced, call)
-        for at, text in names.get(name, {}).items()
-        if not is_fixed(shape[at])
-    }
-
-
-def is_fixed(size: Any) -> bool:
+def _is_fixed(size: Any) -> bool:
     """Return True if a traced size has a single value, even if torch kept a symbol for it."""
     return isinstance(size, int) or str(size).isdigit()
 
@@ -309,12 +297,15 @@ def fixed_sizes(
     traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> set[str]:
     """Return the names of sizes that are fixed in some input."""
-    return {
-        text
-        for name, _, shape in _shapes(traced, call)
-        for at, text in names.get(name, {}).items()
-        if is_fixed(shape[at])
-    }
+    return {text for size, text in _named_sizes(traced, call, names) if _is_fixed(size)}
+
+
+def _named_sizes(
+    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
+) -> list[tuple[Any, str]]:
+    """Return the traced sizes that have names."""
+    shapes = _shapes(traced, call)
+    return [(shape[at], text) for name, _, shape in shapes for at, text in names.get(name, {}).items()]
 
 
 def _input_specs(
@@ -324,7 +315,7 @@ def _input_specs(
     found = []
     for name, tensor, shape in _shapes(traced, call):
         known = names.get(name, {})
-        sizes = tuple(int(size) if is_fixed(size) else known[at] for at, size in enumerate(shape))
+        sizes = tuple(int(size) if _is_fixed(size) else known[at] for at, size in enumerate(shape))
         found.append(TensorSpec(name, sizes, _dtype(tensor)))
     return tuple(found)
 
@@ -345,10 +336,13 @@ def _result(
         outputs.append(value)
         meta = nodes[value.name].meta.get("val") if isinstance(value, Ref) and value.name in nodes else None
         if isinstance(meta, torch.Tensor):
-            sizes = tuple(
-                int(s) if isinstance(s, int) else _size_text(str(s), size_names) for s in meta.shape
-            )
-            specs.append(TensorSpec(name, sizes, _dtype(meta)))
+            texts = [str(size) for size in meta.shape]
+            for symbol, known in sorted(size_names.items(), key=lambda item: -len(item[0])):
+                texts = [text.replace(symbol, known) for text in texts]
+            sizes = [
+                size if isinstance(size, int) else text for size, text in zip(meta.shape, texts, strict=True)
+            ]
+            specs.append(TensorSpec(name, tuple(sizes), _dtype(meta)))
         else:
             specs.append(TensorSpec(name, (), "int64"))
     return tree, outputs, tuple(specs)
@@ -362,9 +356,3 @@ class _Slot:
 def plain(value: Any) -> Any:
     """Convert mappings of other classes (such as Hugging Face's outputs) to dicts."""
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _size_text(text: str, names: Mapping[str, str]) -> str:
-    for symbol, name in sorted(names.items(), key=lambda item: -len(item[0])):
-        text = text.replace(symbol, name)
-    return text

@@ -135,43 +135,21 @@ def tree_of(
     return walk(value, what, 0), leaves
 
 
-def built(tree: Tree, leaves: Sequence[Any]) -> Any:
-    """Build the value of a tree with these leaves."""
-    match tree:
-        case {"leaf": int(at)}:
-            return leaves[at]
-        case {"list": [*items]}:
-            return [built(item, leaves) for item in items]
-        case {"tuple": [*items]}:
-            return tuple(built(item, leaves) for item in items)
-        case {"dict": [*pairs]}:
-            return {key: built(item, leaves) for key, item in pairs}
-        case {"value": json}:
-            return values.decode(json)
-    raise DamagedError(f"invalid description of a call: {str(tree)[:100]}")
-
-
-def check_tree(tree: Tree, count: int, depth: int = 0) -> None:
-    """Raise DamagedError unless it is a tree with leaves below `count`."""
+def built(tree: Tree, leaves: Sequence[Any], depth: int = 0) -> Any:
+    """Build the value of a tree with these leaves; raises DamagedError for anything but a tree."""
     if depth <= _DEPTH:
         match tree:
-            case {"leaf": int(at)} if 0 <= at < count:
-                return
-            case {"list": [*items]} | {"tuple": [*items]}:
-                for item in items:
-                    check_tree(item, count, depth + 1)
-                return
-            case {"dict": [*pairs]}:
-                for pair in pairs:
-                    match pair:
-                        case [str(), item]:
-                            check_tree(item, count, depth + 1)
-                        case _:
-                            raise DamagedError(f"invalid description of a call: {str(pair)[:100]}")
-                return
+            case {"leaf": int(at)} if 0 <= at < len(leaves):
+                return leaves[at]
+            case {"list": [*items]}:
+                return [built(item, leaves, depth + 1) for item in items]
+            case {"tuple": [*items]}:
+                return tuple(built(item, leaves, depth + 1) for item in items)
+            case {"dict": [*pairs]} if all(type(pair) is list and len(pair) == 2 for pair in pairs):
+                if all(type(key) is str for key, _ in pairs):
+                    return {key: built(item, leaves, depth + 1) for key, item in pairs}
             case {"value": json}:
-                values.decode(json)
-                return
+                return values.decode(json)
     raise DamagedError(f"invalid description of a call: {str(tree)[:100]}")
 
 
@@ -275,7 +253,13 @@ def program_from_json(json: Json, what: str) -> PackagedProgram:
     check_stamp(json.get("format"), what=what)
     fields = Fields(json, what)
     inputs = fields.texts("inputs")
-    tensors = {name: _where(where, what) for name, where in fields.fields("tensors").values.items()}
+    tensors: dict[str, tuple[str, str]] = {}
+    for name, where in fields.fields("tensors").values.items():
+        match where:
+            case [("state" | "constant") as kind, str(stored)]:
+                tensors[name] = kind, stored
+            case _:
+                raise DamagedError(f"{what}: invalid location of a tensor: {str(where)[:100]}")
     known = {*inputs, *tensors}
     if len(known) != len(inputs) + len(tensors):
         raise DamagedError(f"{what}: inputs and tensors share a name")
@@ -293,16 +277,9 @@ def program_from_json(json: Json, what: str) -> PackagedProgram:
         "arguments", lambda one: Argument(one.text("name"), one.values.get("tree"), one.flag("positional"))
     )
     for one in given:
-        check_tree(one.tree, len(inputs))
-    check_tree(json.get("result"), len(outputs))
+        built(one.tree, range(len(inputs)))
+    built(json.get("result"), range(len(outputs)))
     return PackagedProgram(given, inputs, tensors, _freeing(steps, outputs), outputs, json["result"])
-
-
-def _where(where: Json, what: str) -> tuple[str, str]:
-    match where:
-        case [("state" | "constant") as kind, str(name)]:
-            return kind, name
-    raise DamagedError(f"{what}: invalid location of a tensor: {str(where)[:100]}")
 
 
 def _step(fields: Fields) -> ProgramStep:
@@ -341,19 +318,14 @@ of sparse tensors after these were checked, and what torch 2.13 does not check: 
 """
 
 _PLAIN: dict[str, Callable[..., Any]] = {
-    f"operator.{name}": getattr(operator, name)
-    for name in (
-        *("add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "getitem"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"),
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in (
+        (operator, "add sub mul floordiv truediv mod neg pow getitem eq ne lt le gt ge and_ or_ not_"),
+        (math, "ceil floor trunc sqrt"),
+        (torch, "sym_max sym_min sym_not sym_int sym_float sym_ite sym_sum"),
     )
+    for name in names.split()
 }
-_PLAIN.update({f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")})
-_PLAIN.update(
-    {
-        f"torch.{name}": getattr(torch, name)
-        for name in ("sym_max", "sym_min", "sym_not", "sym_int", "sym_float", "sym_ite", "sym_sum")
-    }
-)
 _PLAIN["round"] = round
 _NAMES = {id(function): name for name, function in _PLAIN.items()}
 

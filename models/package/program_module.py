@@ -14,7 +14,6 @@ from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.jobs.session import warn
 from torchrelay.models.package.program import (
-    STATE,
     Argument,
     PackagedProgram,
     built,
@@ -135,11 +134,11 @@ class ProgramModule(nn.Module):
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         given = self._program.arguments
         names = [one.name for one in given]
-        if len(args) > sum(one.positional for one in given) or set(kwargs) - set(names):
-            raise UsageError(f"the model takes {', '.join(names) or 'nothing'}, not {_called(args, kwargs)}")
         found = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(found) != len(given) or len(args) + len(kwargs) != len(given):
-            raise UsageError(f"the model takes {', '.join(names) or 'nothing'}, not {_called(args, kwargs)}")
+        odd = len(args) > sum(one.positional for one in given) or found.keys() != set(names)
+        if odd or len(args) + len(kwargs) != len(given):
+            said = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
+            raise UsageError(f"the model takes {', '.join(names) or 'nothing'}, not {said}")
         flat: list[Any] = [None] * len(self._program.inputs)
         for one in given:
             for at, tensor in leaves_in(one.tree, found[one.name], one.name):
@@ -174,31 +173,17 @@ def _check_free(owner: nn.Module, name: str, stored: str) -> None:
 _EMPTY = nn.Module()
 
 
-def states_of(program: PackagedProgram) -> list[str]:
-    """Return the stored names of a program's states."""
-    return [name for kind, name in program.tensors.values() if kind == STATE]
-
-
 def _with_names(arguments: Sequence[Argument]) -> Callable[..., Any]:
     """Return a `forward` whose signature has the names of the original's arguments."""
 
     def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
         return self._called(*args, **kwargs)
 
-    named = [
-        inspect.Parameter(one.name, _POSITIONAL if one.positional else inspect.Parameter.KEYWORD_ONLY)
-        for one in arguments
-    ]
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [inspect.Parameter(one.name, kinds[one.positional]) for one in arguments]
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = inspect.Signature([own, *named])  # type: ignore[attr-defined]
     return forward
-
-
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-def _called(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    return f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
 
 
 def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:

@@ -23,7 +23,7 @@ from torchrelay.models.archive.manifest import (
     ArchiveFile,
     open_archive_file,
 )
-from torchrelay.records import Json, dataclass
+from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -106,12 +106,15 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
     fields = archive.fields.fields("package")
     found = fields.optional("signature", fields.fields)
     labels = fields.optional("labels", fields.texts)
+    metadata = decode(fields.fields("metadata").values)
+    if type(metadata) is not dict:  # `{"$": "int", "v": "5"}` is a JSON object that encodes a number
+        raise fields.wrong("metadata")
     return Package(
         archive.what,
         None if found is None else signature_in(found),
         labels,
         decode(fields.values.get("preprocessing")),
-        _mapping(decode(fields.fields("metadata").values), fields),
+        metadata,
         fields.text("class_path"),
         fields.flag("program"),
         fields.values.get("constructor") is not None,
@@ -120,12 +123,6 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
         fields.texts("still") if "still" in fields.values else None,
         where,
     )
-
-
-def _mapping(found: Any, fields: Fields) -> Mapping[str, Any]:
-    if type(found) is not dict:  # `{"$": "int", "v": "5"}` is a JSON object that encodes a number
-        raise fields.wrong("metadata")
-    return found
 
 
 def signature_in(fields: Fields) -> Signature:
@@ -140,7 +137,12 @@ def _module(archive: ArchiveFile, signature: Signature, still: Sequence[str] | N
     from torchrelay.models.package.program import program_from_json
     from torchrelay.models.package.program_module import ProgramModule, Tensors
 
-    program = program_from_json(_program_json(archive), f"{archive.what}: {PROGRAM}")
+    what = f"{archive.what}: {PROGRAM}"
+    try:
+        json = canonical_json.loads(archive.read(PROGRAM), what=what, limit_bytes=MEMBER_LIMIT)
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from None
+    program = program_from_json(json, what)
     if len(signature.inputs) != len(program.inputs):
         raise DamagedError(f"{archive.what}: program and signature do not have the same inputs")
     entries = archive.tensors(MODEL).entries
@@ -153,14 +155,6 @@ def _module(archive: ArchiveFile, signature: Signature, still: Sequence[str] | N
         frozenset(name for name, entry in kinds.items() if entry.trainable),
     )
     return ProgramModule(program, signature, tensors, still)
-
-
-def _program_json(archive: ArchiveFile) -> Json:
-    what = f"{archive.what}: {PROGRAM}"
-    try:
-        return canonical_json.loads(archive.read(PROGRAM, MEMBER_LIMIT), what=what, limit_bytes=MEMBER_LIMIT)
-    except FormatError as error:
-        raise FormatError(f"{what}: {error}") from None
 
 
 ROWS = 200
@@ -188,7 +182,9 @@ def _of_file(where: Where) -> Iterable[str]:
         elif "signature" in archive.fields.values:
             yield from signature_lines(signature_in(archive.fields.fields("signature")))
         yield from _states(entries, archive.ties, archive.extra)
-        yield from _aux(archive)
+        for name, tree in archive.fields.fields("aux").fields("values").values.items():
+            tensors = len(references(tree))
+            yield f"  aux         {name}: {f'{tensors} tensors and values' if tensors else str(tree)[:80]}"
 
 
 def _of_package(package: Package) -> Iterable[str]:
@@ -212,13 +208,6 @@ def signature_lines(signature: Signature) -> Iterable[str]:
     for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for spec in specs:
             yield f"  {side:<11} {spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]"
-
-
-def _aux(archive: ArchiveFile) -> Iterable[str]:
-    trees = archive.fields.fields("aux").fields("values").values
-    for name, tree in trees.items():
-        tensors = len(references(tree))
-        yield f"  aux         {name}: {f'{tensors} tensors and values' if tensors else str(tree)[:80]}"
 
 
 def _states(

@@ -108,9 +108,9 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.0f} %" if 9.95 <= percent < 9999.5 else f"{percent:.2g} %"
 
 
-def count(number_of: int, one: str, many: str | None = None) -> str:
+def count(number_of: int, one: str) -> str:
     """`1 epoch`, `7 epochs`."""
-    return f"{number_of} {one if number_of == 1 else many or one + 's'}"
+    return f"{number_of} {one if number_of == 1 else one + 's'}"
 
 
 _LARGEST, _SMALLEST = sys.float_info.max, 5e-324
@@ -173,13 +173,12 @@ def whole_ticks(low: int, high: int, wanted: int = 6) -> list[int]:
     return list(range(-(-low // step) * step, high + 1, step))
 
 
-def clock_ticks(span: float, wanted: int = 6) -> list[float]:
+def clock_ticks(span: float, wanted: int) -> list[float]:
     """Seconds from 0 to `span` at steps that people count in."""
     if span < wanted:
         return ticks(Scale(0.0, max(span, 1e-9), 0, 1), wanted)
-    step = next(
-        (one for one in _CLOCK_STEPS if one * wanted >= span), 86400 * math.ceil(span / wanted / 86400)
-    )
+    days = 86400 * math.ceil(span / wanted / 86400)
+    step = next((one for one in _CLOCK_STEPS if one * wanted >= span), days)
     return [float(one) for one in range(0, int(span) + 1, step)]
 
 
@@ -204,10 +203,10 @@ class Shape:
     inside: Sequence[Shape] = ()
 
 
-def rect(style: str, x: float, y: float, width: float, height: float, title: str = "") -> Shape:
+def rect(style: str, x: float, y: float, width: float, height: float) -> Shape:
     """A bar; one of no size keeps its place."""
     size = {"width": max(0.0, width), "height": max(0.0, height)}
-    return Shape("rect", style, {"x": x, "y": y, **size}, title=title)
+    return Shape("rect", style, {"x": x, "y": y, **size})
 
 
 def path(style: str, d: str, title: str = "") -> Shape:
@@ -220,12 +219,12 @@ def dot(style: str, x: float, y: float, radius: float, title: str = "") -> Shape
     return Shape("circle", style, {"cx": x, "cy": y, "r": radius}, title=title)
 
 
-def line(style: str, x: tuple[float, float], y: tuple[float, float]) -> Shape:
+def line(style: str, x: Sequence[float | str], y: Sequence[float]) -> Shape:
     """A straight one."""
     return Shape("line", style, {"x1": x[0], "x2": x[1], "y1": y[0], "y2": y[1]})
 
 
-def word(text: str, x: float, y: float, style: str = "tick middle") -> Shape:
+def word(text: str, x: float | str, y: float, style: str = "tick middle") -> Shape:
     """A text in a drawing."""
     return Shape("text", style, {"x": x, "y": y}, text)
 
@@ -299,30 +298,19 @@ class EpochMarker:
     value: float | None = None
 
 
-@dataclass(frozen=True)
-class StepCounts:
-    """The step of the run at the end of each epoch, for a second axis below a chart."""
+Steps = Sequence[tuple[int, int]]
+"""The step of the run at the end of each epoch, for a second axis below a chart."""
 
-    pairs: tuple[tuple[int, int], ...]
 
-    def ticks(self, unit: str, x: Scale) -> list[tuple[int, str]]:
-        """Places on an axis of `unit`, each with its label on the other axis."""
-        if unit == "epoch":
-            steps = dict(self.pairs)
-            return [
-                (one, compact(steps[one])) for one in whole_ticks(int(x.low), int(x.high)) if one in steps
-            ]
-        ends = {epoch: step for epoch, step in self.pairs if x.low <= step <= x.high}
-        if not ends:
-            return []
-        return [(ends[one], str(one)) for one in whole_ticks(min(ends), max(ends)) if one in ends]
-
-    def data(self, unit: str) -> dict[str, str]:
-        """The same for values under the pointer; nothing for more epochs than a chart has points."""
-        if len(self.pairs) > _MOST_POINTS:
-            return {}
-        pairs = [pair if unit == "epoch" else pair[::-1] for pair in self.pairs]
-        return {"data-other": json.dumps([_OTHER[unit], pairs])}
+def _other_ticks(counts: Steps, unit: str, x: Scale) -> list[tuple[int, str]]:
+    """Places on an axis of `unit`, each with its label on the other axis."""
+    if unit == "epoch":
+        steps = dict(counts)
+        return [(one, compact(steps[one])) for one in whole_ticks(int(x.low), int(x.high)) if one in steps]
+    ends = {epoch: step for epoch, step in counts if x.low <= step <= x.high}
+    if not ends:
+        return []
+    return [(ends[one], str(one)) for one in whole_ticks(min(ends), max(ends)) if one in ends]
 
 
 _OTHER = {"epoch": "step", "step": "epoch"}
@@ -344,7 +332,7 @@ def line_chart(
     log: bool = False,
     unit: str = "epoch",
     span: tuple[int, int] | None = None,
-    counts: StepCounts | None = None,
+    counts: Steps = (),
 ) -> Chart | None:
     """Series over epochs or steps, values that are not finite as crosses; None without values.
 
@@ -362,7 +350,7 @@ def line_chart(
     if not epochs or (log and not finite):
         return None
     x = Scale(min(epochs), max([*epochs, min(epochs) + 1]), LEFT, WIDTH - RIGHT)
-    below = counts.ticks(unit, x) if counts is not None else []
+    below = _other_ticks(counts, unit, x)
     height = HEIGHT + (_AXIS_ROW if below else 0)
     y = scale_of(finite or [0.0, 1.0], HEIGHT - BOTTOM, TOP, log=log)
     frame = [x.low, x.high, x.start, x.end, y.low, y.high, y.start, y.end, int(log)]
@@ -379,8 +367,9 @@ def line_chart(
         *(_mark(one, x, y) for one in marks if one.kind == "best"),
     ]
     hover = {"data-unit": unit, "data-series": _hover_data(series), "data-frame": json.dumps(frame)}
-    if below and counts is not None:
-        hover |= counts.data(unit)
+    if below and len(counts) <= _MOST_POINTS:  # for values under the pointer
+        pairs = [pair if unit == "epoch" else pair[::-1] for pair in counts]
+        hover["data-other"] = json.dumps([_OTHER[unit], pairs])
     style = f"chart line-chart {'log' if log else 'linear'}"
     return Chart(label, WIDTH, height, shapes, style, {"tabindex": "0", **hover})
 

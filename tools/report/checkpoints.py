@@ -90,19 +90,21 @@ def rewinds_of(history: History) -> dict[int, tuple[int, bool]]:
     for record in history.records:
         if record.kind == "rewind":
             epoch = _base(record).get("epoch")
-            found[record.generation] = (epoch if type(epoch) is int else 0, _forced(record))
+            found[record.generation] = (
+                epoch if type(epoch) is int else 0,
+                _forced(record.payload.get("request")),
+            )
     return found
+
+
+def _forced(request: Json) -> bool:
+    """Whether damage did it."""
+    return isinstance(request, Mapping) and request.get("fallback") is True
 
 
 def _base(record: Record) -> Mapping[str, Json]:
     base = record.payload.get("base")
     return base if isinstance(base, Mapping) else {}
-
-
-def _forced(record: Record) -> bool:
-    """Whether damage did it."""
-    request = record.payload.get("request")
-    return isinstance(request, Mapping) and request.get("fallback") is True
 
 
 def rows_of(
@@ -146,11 +148,10 @@ def branches_of(committed: Committed) -> tuple[BranchNote, ...]:
 
 def happened(history: History) -> tuple[Event, ...]:
     """Records that people ask about: rewinds, quarantines, what retention took, tags and pins."""
-    found = [(record, _told(record)) for record in history.records]
     return tuple(
         Event(_seconds(record.written), record.kind, text, record.generation)
-        for record, text in found
-        if text
+        for record in history.records
+        if (text := _said_of(record))
     )
 
 
@@ -187,19 +188,18 @@ def _generations(history: History) -> dict[Key, int]:
 def _how(request: Mapping[str, Json] | None, *, first: bool) -> str:
     if request is None:
         return "the first branch" if first else "a rewind"
-    if request.get("fallback") is True:
-        return "fell back after damage"
     epoch = request.get("epoch")
-    return f"rewound to epoch {epoch}" if type(epoch) is int else "a requested rewind"
+    known = f"rewound to epoch {epoch}" if type(epoch) is int else "a requested rewind"
+    return "fell back after damage" if _forced(request) else known
 
 
-def _told(record: Record) -> str:
+def _said_of(record: Record) -> str:
     payload = record.payload
     if record.kind == "quarantine":
         position = f"{payload.get('epoch')}, branch {payload.get('branch')}"
         return f"epoch {position} was found damaged: {payload.get('reason') or 'no reason was noted'}"
     if record.kind == "rewind":
-        base, why = _base(record), "after damage" if _forced(record) else "as asked for"
+        base, why = _base(record), "after damage" if _forced(payload.get("request")) else "as asked for"
         where = f"epoch {base.get('epoch')}" if base else "the start"
         return f"branch {payload.get('branch')} began at {where}, {why}"
     if record.kind == "takeover":
@@ -223,7 +223,7 @@ def _seconds(written: str) -> float | None:
 _KINDS = {"checkpoint_save": "save", "checkpoint_load": "load", "checkpoint_partial_load": "load"}
 
 
-def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
+def recorded_saves(run: RunDirectory, troubles: Troubles) -> list[Save]:
     """Saves and loads in the order of their times, from `metadata.jsonl`; empty where there is none."""
 
     def read() -> list[Save]:
@@ -241,7 +241,7 @@ def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
 def saves_of_attempts(
     storage: Storage, entries: Iterable[CommittedPosition], limits: ReadLimits, troubles: Troubles
 ) -> dict[str, Save]:
-    """Try name to the save that made it; attempts without `stats.json` are left out."""
+    """Name of an attempt to the save that made it; attempts without `stats.json` are left out."""
     left, found = limits.stats_bytes, dict[str, Save]()
     for entry in spread(list(entries), limits.epoch_rows):
         if left <= 0:
@@ -251,7 +251,11 @@ def saves_of_attempts(
             break
         data = troubles.tried(partial(_bytes, storage, entry.attempt_name, left), b"")
         left -= len(data)
-        if nodes := tuple(times_of(_object(data).get("nodes"))):
+        try:
+            said = json.loads(data or b"{}")
+        except (ValueError, RecursionError):
+            said = {}
+        if nodes := tuple(times_of(said.get("nodes") if isinstance(said, dict) else None)):
             found[entry.attempt_name] = Save("save", None, nodes)
     return found
 
@@ -261,14 +265,6 @@ def _bytes(storage: Storage, attempt_name: str, limit: int) -> bytes:
         return storage.read_range(stats_path(attempt_name), 0, limit)
     except FileNotFoundError:
         return b""
-
-
-def _object(data: bytes) -> Mapping[str, Json]:
-    try:
-        found = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def manifests_of(
@@ -327,7 +323,9 @@ def _read(storage: Storage, whole: Sequence[CommittedPosition], limits: ReadLimi
     epochs = min(limits.normed_epochs, len(whole), (budget // max(1, size) + 1) // 2)
     chosen = spread(whole, epochs) if epochs > 1 else [whole[-1]]
     rows, read = _rows(storage, chosen, names)
-    return Norms(tuple(rows), read, _said(newest, names))
+    every = len(_parameters(newest))
+    seen = f"{len(names)} of {every} parameters were looked at" if len(names) < every else None
+    return Norms(tuple(rows), read, seen)
 
 
 def _cost(size: int, epochs: int) -> int:
@@ -355,11 +353,6 @@ def _parameters(epoch: Epoch) -> list[str]:
         and item.leaf.dtype in CAN_BE_BAD
         and not epoch.gone(item)
     ]
-
-
-def _said(epoch: Epoch, names: Sequence[str]) -> str | None:
-    every = len(_parameters(epoch))
-    return f"{len(names)} of {every} parameters were looked at" if len(names) < every else None
 
 
 def _too_few(epoch: Epoch, whole: Sequence[CommittedPosition], budget: int) -> str | None:

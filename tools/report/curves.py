@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.charts import (
@@ -21,7 +22,7 @@ from torchrelay.tools.report.charts import (
     Scale,
     Series,
     Shape,
-    StepCounts,
+    Steps,
     Table,
     brief,
     count,
@@ -77,16 +78,16 @@ def metrics(runs: Sequence[RunFacts]) -> PageSection | None:
     return PageSection("metrics", "Metrics", _finding(runs), content)
 
 
-def step_counts(runs: Sequence[RunFacts]) -> StepCounts | None:
-    """The step at the end of each epoch; None where no steps were counted, or the runs disagree."""
+def step_counts(runs: Sequence[RunFacts]) -> Steps:
+    """The step at the end of each epoch; empty where no steps were counted, or the runs disagree."""
     found: dict[int, int] = {}
     for run in runs:
         for one in run.course.points:
             if one.step is not None and found.setdefault(one.epoch, one.step) != one.step:
-                return None
-    pairs = tuple(sorted(found.items()))
+                return ()
+    pairs = sorted(found.items())
     rising = all(before[1] < after[1] for before, after in pairwise(pairs))
-    return StepCounts(pairs) if pairs and rising and any(epoch != step for epoch, step in pairs) else None
+    return pairs if rising and any(epoch != step for epoch, step in pairs) else ()
 
 
 def metric_names(runs: Sequence[RunFacts]) -> list[str]:
@@ -143,21 +144,18 @@ def _compared(name: str, measured: Sequence[tuple[RunFacts, Measured]], unit: st
 
 
 def _figure(
-    index: int, name: str, runs: Sequence[RunFacts], span: tuple[int, int] | None, counts: StepCounts | None
+    index: int, name: str, runs: Sequence[RunFacts], span: tuple[int, int] | None, counts: Steps
 ) -> Figure:
     series = [one for at, run in enumerate(runs) for one in _series(name, run, at + 1)]
     marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at + 1)]
     measured = [(run, _pairs(name, run.course.points)) for run in runs]
     title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, measured, "epoch")
     label = f"{name} over epochs. {title}"
-    linear = line_chart(label, series, marks, span=span, counts=counts)
-    log = None
-    if _all_positive(series):
-        log = line_chart(f"{label}, logarithmic", series, marks, log=True, span=span, counts=counts)
-    return Figure("by epoch", title, linear, log, f"log-{index}")
+    charts = _charts(label, series, marks, span=span, counts=counts)
+    return Figure("by epoch", title, *charts, f"log-{index}")
 
 
-def _step_figure(index: int, name: str, runs: Sequence[RunFacts], counts: StepCounts | None) -> Figure:
+def _step_figure(index: int, name: str, runs: Sequence[RunFacts], counts: Steps) -> Figure:
     """A metric within epochs, over the steps of the runs."""
     measured = [
         (run, tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics))
@@ -167,17 +165,17 @@ def _step_figure(index: int, name: str, runs: Sequence[RunFacts], counts: StepCo
     one_run = len(runs) == 1
     title = _trend(name, series[0].points, "step") if one_run else _compared(name, measured, "step")
     label = f"{name} over steps. {title}"
-    drawn = line_chart(label, series, unit="step", counts=counts)
-    log = None
-    if _all_positive(series):
-        log = line_chart(f"{label}, logarithmic", series, log=True, unit="step", counts=counts)
-    return Figure("by step", title, drawn, log, f"log-step-{index}")
+    return Figure("by step", title, *_charts(label, series, unit="step", counts=counts), f"log-step-{index}")
 
 
-def _all_positive(series: Sequence[Series]) -> bool:
-    """Whether a logarithmic scale shows all finite values, and there are some."""
+def _charts(
+    label: str, series: Sequence[Series], marks: Sequence[EpochMarker] = (), **options: Any
+) -> tuple[Chart | None, Chart | None]:
+    """The chart, and one with a logarithmic scale if that shows all finite values, and there are some."""
     values = [value for one in series for _, value in one.points if math.isfinite(value)]
-    return bool(values) and min(values) > 0
+    positive = bool(values) and min(values) > 0
+    log = line_chart(f"{label}, logarithmic", series, marks, log=True, **options) if positive else None
+    return line_chart(label, series, marks, **options), log
 
 
 def _series(name: str, run: RunFacts, colour: int) -> list[Series]:
@@ -275,20 +273,15 @@ def weights(runs: Sequence[RunFacts]) -> PageSection | None:
     known = [run for run in runs if run.norms.rows]
     if not known:
         return None
-    content = {
-        "runs": [
-            (
-                run,
-                [
-                    _norms(run.norms, run.name),
-                    *([_updates(run.norms.rows, run.name)] if most_moved(run.norms.rows) else []),
-                ],
-                _read(run.norms),
-            )
-            for run in known
-        ]
-    }
-    return PageSection("weights", "Weights", norm_finding(known), content)
+    parts = []
+    for run in known:
+        figures = [_norms(run.norms, run.name)]
+        if most_moved(run.norms.rows):
+            figures.append(_updates(run.norms.rows, run.name))
+        looked_at = count(len({row.epoch for row in run.norms.rows}), "epoch")
+        read = f"{looked_at} looked at, {human_bytes(run.norms.read_bytes)} of weights read."
+        parts.append((run, figures, f"{read} {run.norms.left_out or ''}"))
+    return PageSection("weights", "Weights", norm_finding(known), {"runs": parts})
 
 
 def norm_finding(runs: Sequence[RunFacts]) -> str:
@@ -332,16 +325,11 @@ def _norms(said: Norms, name: str) -> Figure:
     leaves = list(dict.fromkeys(row.leaf for row in said.rows))
     sizes = {row.leaf: row.elements for row in said.rows}
     chosen = sorted(leaves, key=lambda leaf: (leaf != newest[0].leaf, -sizes[leaf]))[:_MOST_LINES]
-    series = [
-        Series(
-            leaf,
-            at + 1,
-            tuple(
-                (row.epoch, math.nan if row.nonfinite else row.norm) for row in said.rows if row.leaf == leaf
-            ),
-        )
-        for at, leaf in enumerate(sorted(chosen, key=leaves.index))
-    ]
+    lines = {leaf: list[tuple[int, float]]() for leaf in leaves if leaf in chosen}
+    for row in said.rows:
+        if row.leaf in lines:
+            lines[row.leaf].append((row.epoch, math.nan if row.nonfinite else row.norm))
+    series = [Series(leaf, at + 1, tuple(line)) for at, (leaf, line) in enumerate(lines.items())]
     largest = newest[0]
     title = f"{largest.leaf} is the largest at epoch {last}: {number(largest.norm)}"
     return Figure(
@@ -350,12 +338,6 @@ def _norms(said: Norms, name: str) -> Figure:
         line_chart(f"Norms of the largest parameters of {name} over epochs", series),
         legend=[(f"line {hue(one.colour)}", one.name) for one in series],
     )
-
-
-def _read(said: Norms) -> str:
-    epochs = len({row.epoch for row in said.rows})
-    read = f"{count(epochs, 'epoch')} looked at, {human_bytes(said.read_bytes)} of weights read."
-    return f"{read} {said.left_out or ''}"
 
 
 def _updates(rows: Sequence[LeafNorm], name: str) -> Figure:
@@ -401,7 +383,7 @@ def sizes(runs: Sequence[RunFacts]) -> PageSection | None:
         return None
     content = {
         "legend": [("written", "written by the epoch"), ("referenced", "referenced in an earlier epoch")],
-        "runs": [(run, [_blobs(run.sizes[-1]), _epochs(run.sizes)], _size_table(run)) for run in known],
+        "runs": [(run, _size_figures(run.sizes), _size_table(run)) for run in known],
     }
     return PageSection("sizes", "Sizes", _size_finding(known), content)
 
@@ -427,28 +409,28 @@ def _total(epoch: EpochBytes) -> int:
 def _shown(blobs: Sequence[BlobBytes]) -> list[BlobBytes]:
     if len(blobs) <= _MOST_BLOBS:
         return list(blobs)
-    rest = blobs[_MOST_BLOBS - 1 :]
-    name = f"{count(len(rest), 'other blob')}"
-    other = BlobBytes(name, sum(one.written for one in rest), sum(one.referenced for one in rest))
-    return [*blobs[: _MOST_BLOBS - 1], other]
+    shown, rest = blobs[: _MOST_BLOBS - 1], blobs[_MOST_BLOBS - 1 :]
+    written, referenced = sum(one.written for one in rest), sum(one.referenced for one in rest)
+    return [*shown, BlobBytes(count(len(rest), "other blob"), written, referenced)]
 
 
-def _blobs(epoch: EpochBytes) -> Figure:
-    label = f"Bytes by blob at epoch {epoch.epoch}"
-    return Figure(f"epoch {epoch.epoch}", label, row_chart(label, _shown(epoch.blobs)))
-
-
-def _epochs(epochs: Sequence[EpochBytes]) -> Figure:
+def _size_figures(epochs: Sequence[EpochBytes]) -> list[Figure]:
+    """The blobs of the newest epoch, and all epochs."""
+    newest = epochs[-1]
+    label = f"Bytes by blob at epoch {newest.epoch}"
     bars = []
     for one in epochs:
         written = sum(blob.written for blob in one.blobs)
         bars.append(BlobBytes(str(one.epoch), written, _total(one) - written))
     fresh, whole = sum(one.written for one in bars), sum(one.total for one in bars)
-    return Figure(
-        f"{count(len(bars), 'epoch')} looked at",
-        f"Of {human_bytes(whole)}, {human_bytes(fresh)} were written",
-        column_chart("Bytes by epoch, written and referenced", bars, "epoch"),
-    )
+    return [
+        Figure(f"epoch {newest.epoch}", label, row_chart(label, _shown(newest.blobs))),
+        Figure(
+            f"{count(len(bars), 'epoch')} looked at",
+            f"Of {human_bytes(whole)}, {human_bytes(fresh)} were written",
+            column_chart("Bytes by epoch, written and referenced", bars, "epoch"),
+        ),
+    ]
 
 
 def _size_table(run: RunFacts) -> Table:

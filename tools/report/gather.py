@@ -21,10 +21,10 @@ from torchrelay.tools.report.checkpoints import (
     happened,
     manifests_of,
     norms_of,
+    recorded_saves,
     rewinds_of,
     rows_of,
     saves_of_attempts,
-    saves_told,
     sizes_of,
 )
 from torchrelay.tools.report.run_data import (
@@ -35,14 +35,14 @@ from torchrelay.tools.report.run_data import (
     RunAttempt,
     RunFacts,
     Save,
+    StepPoint,
     Troubles,
-    UpstreamRecord,
     bounded,
     course_of,
+    metrics_in,
     moment_of,
     point_of,
     small_text,
-    steps_of,
 )
 
 _ENDS = {"failure": "FAILED", "preempted": "PREEMPTED"}
@@ -70,22 +70,18 @@ def attempts_of(
 ) -> tuple[RunAttempt, ...]:
     """Every start that left a time behind, in order, with the saves and loads that fall into it."""
     measured = dict(points)
-    told: dict[int, list[Mapping[str, Json]]] = {}
+    by_start: dict[int, list[Mapping[str, Json]]] = {}
     for event in events:
-        told.setdefault(event["generation"], []).append(event)
+        by_start.setdefault(event["generation"], []).append(event)
     found = [
         one
-        for generation in sorted({*measured, *told})
-        if (one := _attempt(generation, measured.get(generation, ()), told.get(generation, ()))) is not None
+        for generation in sorted({*measured, *by_start})
+        if (one := _attempt(generation, measured.get(generation, ()), by_start.get(generation, ())))
+        is not None
     ]
     if found:
         found[-1] = _by_status(found[-1], status, stands)
     return tuple(_with_saves(found, saves))
-
-
-def _captured(run: Path) -> list[dict[str, Any]]:
-    """What starts recorded about themselves; nothing where a record is a link, which may lead elsewhere."""
-    return [] if any(path.is_symlink() for path in run.glob("captured.*.json")) else captures(run)
 
 
 def launches_of(captured: Sequence[Mapping[str, Any]]) -> tuple[Launch, ...]:
@@ -95,22 +91,20 @@ def launches_of(captured: Sequence[Mapping[str, Any]]) -> tuple[Launch, ...]:
         argv, params, torch = one.get("argv"), one.get("params"), one.get("torch")
         facts = {name: one.get(name) for name in ("directory", "host", "python", "platform")}
         facts["torch"] = torch.get("version") if isinstance(torch, Mapping) else None
-        found.append(
-            Launch(
-                _whole(one.get("attempt")) or 0,
-                tuple(map(str, argv)) if isinstance(argv, list) else (),
-                params if isinstance(params, Mapping) else None,
-                {name: value for name, value in facts.items() if isinstance(value, str)},
-            )
-        )
+        known = {name: value for name, value in facts.items() if isinstance(value, str)}
+        words = tuple(map(str, argv)) if isinstance(argv, list) else ()
+        given = params if isinstance(params, Mapping) else None
+        found.append(Launch(_whole(one.get("attempt")) or 0, words, given, known))
     return tuple(found)
 
 
-def told(events: Sequence[Mapping[str, Json]]) -> tuple[Event, ...]:
-    """Events as lines for people."""
-    return tuple(
-        Event(moment_of(one), str(one.get("kind", "?")), _details(one), one["generation"]) for one in events
-    )
+def _event(line: Mapping[str, Json]) -> Event:
+    """An event as a line for people."""
+    text = line.get("text") or line.get("error")
+    if not isinstance(text, str):
+        parts = {name: "none" if value is None else value for name, value in line.items()}
+        text = ", ".join(f"{name} {value}" for name, value in parts.items() if name not in _QUIET)
+    return Event(moment_of(line), str(line.get("kind", "?")), text, line["generation"])
 
 
 def _attempt(
@@ -166,16 +160,6 @@ def _with_saves(attempts: Sequence[RunAttempt], saves: Sequence[Save]) -> list[R
     return found
 
 
-def _details(event: Mapping[str, Json]) -> str:
-    text = event.get("text") or event.get("error")
-    if isinstance(text, str):
-        return text
-    parts = (
-        f"{name} {'none' if value is None else value}" for name, value in event.items() if name not in _QUIET
-    )
-    return ", ".join(parts)
-
-
 def _whole(value: Json) -> int | None:
     return value if type(value) is int else None
 
@@ -198,7 +182,12 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
     saves = saves_of_attempts(storage, committed.entries, limits, troubles)
     by_start = {(point.generation, point.epoch): point for _, points in starts for point in points}
     none: list[dict[str, Any]] = []
+
+    def recorded() -> list[dict[str, Any]]:  # nothing where a record is a link, which may lead elsewhere
+        return [] if any(one.is_symlink() for one in run.path.glob("captured.*.json")) else captures(run.path)
+
     events = troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), none)
+    steps = troubles.tried(run.steps, none)
     return RunFacts(
         name=run.name,
         path=str(run.where),
@@ -213,12 +202,12 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
         best=best_of(identity.get("best")),
         hosts=_hosts(status, manifests),
         identity=identity,
-        launches=launches_of(troubles.tried(partial(_captured, run.path), none)),
+        launches=launches_of(troubles.tried(recorded, none)),
         config=small_text(run.path / "config" / "resolved.yaml"),
         course=course,
-        steps=steps_of(troubles.tried(run.steps, [])),
-        attempts=attempts_of(starts, events, saves_told(run, troubles), status, stands),
-        events=told(events),
+        steps=tuple(StepPoint(one["step"], metrics_in(one["metrics"])) for one in steps),
+        attempts=attempts_of(starts, events, recorded_saves(run, troubles), status, stands),
+        events=tuple(map(_event, events)),
         epochs=rows_of(committed, saves, by_start, {one.epoch: one for one in course.points}, limits),
         epochs_left_out=max(0, len(committed.entries) - limits.epoch_rows),
         start_now=committed.start.sentence if committed.start else "",
@@ -251,13 +240,11 @@ def best_of(said: Json) -> tuple[str, str] | None:
 
 
 def _hosts(status: Mapping[str, Json], manifests: Sequence[Manifest]) -> tuple[str, ...]:
-    if manifests:
-        return manifests[-1].world.hosts
-    host = status.get("host")
-    return (host,) if isinstance(host, str) else ()
+    host = _text(status.get("host"))
+    return manifests[-1].world.hosts if manifests else (host,) if host is not None else ()
 
 
-def _upstream(directory: Path) -> tuple[UpstreamRecord, ...]:
+def _upstream(directory: Path) -> tuple[tuple[str, str], ...]:
     """The aliases below `lineage/`, each with the small text files directly in it."""
     if directory.is_symlink():
         return ()
@@ -265,7 +252,7 @@ def _upstream(directory: Path) -> tuple[UpstreamRecord, ...]:
         names = sorted(one.name for one in directory.iterdir() if one.is_dir() and not one.is_symlink())
     except OSError:
         return ()
-    return tuple(UpstreamRecord(name, _texts(directory / name)) for name in names[:_UPSTREAMS])
+    return tuple((name, _texts(directory / name)) for name in names[:_UPSTREAMS])
 
 
 def _texts(directory: Path) -> str:

@@ -8,6 +8,7 @@ import re
 import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -162,7 +163,8 @@ def settings_of(run: RunFacts) -> tuple[str, dict[str, str]]:
         _flatten("", launch.params, found)
         return "passed as params=", found
     if run.config is not None:
-        _flatten("", _parsed(run.config), found)
+        with suppress(RelayError):  # the text itself is shown below
+            _flatten("", read_yaml(run.config.encode(), "config/resolved.yaml").value, found)
         return _CONFIG, found
     argv = launch.argv if launch is not None else run.identity.get("command")
     return "from the command line", typed(argv if isinstance(argv, (list, tuple)) else ())
@@ -181,13 +183,6 @@ def typed(argv: Sequence[Any]) -> dict[str, str]:
         if name not in _OURS:
             found[name.replace("-", "_")] = value if mark else following if is_value else "true"
     return found
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return read_yaml(text.encode(), "config/resolved.yaml").value
-    except RelayError:
-        return {}  # the text itself is shown below
 
 
 def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
@@ -299,7 +294,8 @@ def _final_values(runs: Sequence[RunFacts]) -> list[tuple[str, list[str], set[in
     """Rows of a name, the text of each run, which of them are best, and the difference of two runs."""
     rows = []
     for best in sorted({run.best for run in runs if run.best_point and run.best}):
-        rows.append(_row_of(f"best {best[0]}", [_best_of(run, best) for run in runs], best[1]))
+        points = [run.best_point if run.best == best else None for run in runs]
+        rows.append(_row_of(f"best {best[0]}", [point and point[1] for point in points], best[1]))
     modes = dict(run.best for run in runs if run.best)
     for name in metric_names(runs):
         last = [[one.metrics[name] for one in run.course.points if name in one.metrics] for run in runs]
@@ -316,10 +312,6 @@ def _final_values(runs: Sequence[RunFacts]) -> list[tuple[str, list[str], set[in
         texts = ["" if one is None else human_bytes(one) for one in totals]
         rows.append(("newest checkpoint", texts, set[int](), ""))
     return rows
-
-
-def _best_of(run: RunFacts, best: tuple[str, str]) -> float | None:
-    return run.best_point[1] if run.best == best and run.best_point else None
 
 
 def _row_of(
@@ -348,6 +340,9 @@ def report_page(runs: Sequence[RunFacts], *, live: str | None = None, back: str 
         back: A path to return to.
     """
     found = (make(runs) for make in _SECTIONS)
+    # Why a run has no section about its weights, where that may surprise.
+    why = [(run.name, run.norms.left_out) for run in runs if not run.norms.rows and run.norms.left_out]
+    left_out = [f"Weights of {name} are not shown: {text}." for name, text in why if text != NOT_ASKED]
     return whole_page(
         "report.html",
         headline(runs),
@@ -356,27 +351,11 @@ def report_page(runs: Sequence[RunFacts], *, live: str | None = None, back: str 
         many=len(runs) > 1,
         sections=[one for one in found if one is not None],
         back=back,
-        left_out=_left_out(runs),
+        left_out=left_out,
     )
 
 
-_SECTIONS = (
-    comparison,
-    metrics,
-    parameters,
-    timeline,
-    checkpoints,
-    story,
-    saves,
-    sizes,
-    weights,
-)
-
-
-def _left_out(runs: Sequence[RunFacts]) -> list[str]:
-    """Why a run has no section about its weights, where that may surprise; a sentence each."""
-    why = [(run, run.norms.left_out) for run in runs if not run.norms.rows and run.norms.left_out]
-    return [f"Weights of {run.name} are not shown: {text}." for run, text in why if text != NOT_ASKED]
+_SECTIONS = (comparison, metrics, parameters, timeline, checkpoints, story, saves, sizes, weights)
 
 
 def whole_page(template: str, title: str, *, live: str | None = None, **content: Any) -> str:

@@ -243,14 +243,6 @@ class Norms:
 
 
 @dataclass(frozen=True)
-class UpstreamRecord:
-    """A stage that this run was made from, as its `lineage/` says."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Launch:
     """What a start recorded about itself; `params` is None where the program passed none."""
 
@@ -292,10 +284,11 @@ class RunFacts:
     branches: tuple[BranchNote, ...] = ()
     happened: tuple[Event, ...] = ()
     save_times: tuple[Save, ...] = ()
-    """Those of committed positions, by the `stats.json` of their tries."""
+    """Those of committed positions, by the `stats.json` of their attempts."""
     sizes: tuple[EpochBytes, ...] = ()
     norms: Norms = Norms()
-    upstream: tuple[UpstreamRecord, ...] = ()
+    upstream: tuple[tuple[str, str], ...] = ()
+    """Names and texts of the stages that this run was made from, as its `lineage/` says."""
     trouble: tuple[str, ...] = ()
 
     @property
@@ -339,18 +332,14 @@ def point_of(generation: int, line: Mapping[str, Json]) -> Point | None:
     epoch, metrics = line.get("epoch"), line.get("metrics")
     if type(epoch) is not int or not 0 <= epoch < 10**8:
         return None
-    saved, known = line.get("saved"), _metrics(metrics if isinstance(metrics, Mapping) else {})
+    saved, known = line.get("saved"), metrics_in(metrics if isinstance(metrics, Mapping) else {})
     step = line.get("step")
     step = step if type(step) is int and 0 < step < 10**12 else None
     return Point(epoch, generation, moment_of(line), saved if isinstance(saved, bool) else None, known, step)
 
 
-def steps_of(lines: Iterable[Mapping[str, Json]]) -> tuple[StepPoint, ...]:
-    """Lines of points within epochs, which have a step and metrics each."""
-    return tuple(StepPoint(line["step"], _metrics(line["metrics"])) for line in lines)
-
-
-def _metrics(said: Mapping[str, Json]) -> dict[str, float]:
+def metrics_in(said: Mapping[str, Json]) -> dict[str, float]:
+    """The metrics of a line, without values that are no numbers."""
     values = ((str(name), metric_value(value)) for name, value in said.items())
     return {name: value for name, value in values if value is not None}
 
@@ -379,6 +368,8 @@ def course_of(
             joints.append(Joint("fallback" if forced else "rewind", epoch, generation))
         elif line:
             joints.append(Joint("rewind" if gone else "resume", max(0, first - 1), generation))
-        known = {one.epoch: one for one in points}  # of an epoch that one start told twice the later counts
+        known = {
+            one.epoch: one for one in points
+        }  # of an epoch that one start measured twice the later counts
         line = [*kept, *(known[epoch] for epoch in sorted(known))]
     return Course(tuple(line), tuple(abandoned), tuple(joints))

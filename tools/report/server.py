@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,10 @@ def is_run(path: Path) -> bool:
 
 def signature(run: RunDirectory) -> str:
     """Another text when a file that a page is made of was changed; the same costs some calls of stat."""
-    seen = hashlib.sha256(_now_and_then(run).encode())
+    seen = hashlib.sha256()
+    with suppress(RelayError, OSError):
+        if run.status().get("state") == "RUNNING":  # its process may be gone, and no file would say so
+            seen.update(str(time.time() // _LOOK_SECS).encode())
     for path in (*_notes(run), *(run.path / "checkpoints" / name for name in _OF_CHECKPOINTS)):
         try:
             status = path.stat(follow_symlinks=False)
@@ -90,15 +94,6 @@ def signature(run: RunDirectory) -> str:
         except OSError as error:
             seen.update(f"{path.name} {error.errno}\n".encode(errors="replace"))
     return seen.hexdigest()[:32]
-
-
-def _now_and_then(run: RunDirectory) -> str:
-    """Of a run that calls itself running also the time: its process may be gone, and no file would say so."""
-    try:
-        going = run.status().get("state") == "RUNNING"
-    except (RelayError, OSError):
-        going = False
-    return str(time.time() // _LOOK_SECS) if going else ""
 
 
 def _notes(run: RunDirectory) -> Iterator[Path]:
@@ -114,8 +109,8 @@ NOT_OLDER_SECS = 5.0
 """Pages ask again every few seconds, in many browsers; the store is asked once meanwhile."""
 
 
-class FarRuns(RunIndex):
-    """What RunStore is of a directory. A store that does not answer shows what was seen last.
+class RemoteRuns(RunIndex):
+    """What RunIndex is of a directory. A store that does not answer shows what was seen last.
 
     Raises UsageError for a URL that is none, StorageError for a store that does not answer at the start.
     """
@@ -213,17 +208,10 @@ _SHARE = 8.0
 
 @dataclass(frozen=True)
 class Page:
-    """What a client gets: `tag` is another one whenever the content may be."""
+    """What a client gets: `tag` is of the content, so that what looks the same has the same tag."""
 
     tag: str
     body: bytes
-
-
-@dataclass
-class _Kept:
-    state: str
-    page: Page
-    not_before: float
 
 
 class Rendered:
@@ -231,29 +219,25 @@ class Rendered:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[str, Page, float]] = OrderedDict()
 
     def page(self, key: str, state: str, render: Callable[[str], str]) -> Page:
         """The page of a key at a state of its files, or a slightly older one where it was made just now."""
-        kept = self._kept.get(key)
         began = self._clock()
-        if kept is not None and (kept.state == state or began < kept.not_before):
-            return kept.page
-        page = _tagged(render)
+        if key in self._kept:
+            seen, page, not_before = self._kept[key]
+            if seen == state or began < not_before:
+                return page
+        here = secrets.token_hex(16)  # nothing in a run can spell it
+        text = render(here)
+        tag = hashlib.sha256(text.replace(here, "").encode()).hexdigest()[:32]
+        page = Page(f'"{tag}"', text.replace(here, f"&quot;{tag}&quot;").encode())
         now = self._clock()
-        self._kept[key] = _Kept(state, page, now + max(_PAUSE_SECS, _SHARE * (now - began)))
+        self._kept[key] = state, page, now + max(_PAUSE_SECS, _SHARE * (now - began))
         self._kept.move_to_end(key)
         if len(self._kept) > _MOST_PAGES:
             self._kept.popitem(last=False)
         return page
-
-
-def _tagged(render: Callable[[str], str]) -> Page:
-    """A page that says its own tag, which is of its content: what looks the same has the same tag."""
-    here = secrets.token_hex(16)  # nothing in a run can spell it
-    text = render(here)
-    tag = hashlib.sha256(text.replace(here, "").encode()).hexdigest()[:32]
-    return Page(f'"{tag}"', text.replace(here, f"&quot;{tag}&quot;").encode())
 
 
 class Pages:
@@ -271,25 +255,13 @@ class Pages:
         state = repr([(run.name, seen) for run, seen in states])
         return self._rendered.page("", state, lambda tag: self._list(states, tag))
 
-    def of_run(self, name: str) -> Page | None:
-        """The page of a run; None where the listing has none of this name."""
-        run = self.store.run(name)
-        if run is None:
-            return None
-        return self._rendered.page(
-            f"run {name}",
-            signature(run),
-            lambda tag: report_page([gather(run, self.limits)], live=tag, back="/"),
-        )
-
     def of_runs(self, names: Sequence[str]) -> Page | None:
-        """The page that compares some runs; None for one name, too many, or one that the listing lacks."""
-        names = list(dict.fromkeys(names))
+        """The page of a run, or one that compares several; None where the listing lacks one of them."""
         runs = [run for name in names if (run := self.store.run(name)) is not None]
-        if not 2 <= len(runs) == len(names) <= _MOST_COMPARED:
+        if len(runs) != len(names):
             return None
         return self._rendered.page(
-            f"runs {'/'.join(names)}",
+            "/".join(names),
             " ".join(map(signature, runs)),
             lambda tag: report_page([gather(run, self.limits) for run in runs], live=tag, back="/"),
         )
@@ -352,10 +324,11 @@ class Dashboard:
     def _page(self, path: str) -> Page | None:
         if path == "/":
             return self._pages.index()
-        name, several = path.removeprefix("/run/"), path.removeprefix("/compare/")
-        if several != path:
-            return self._pages.of_runs(several.split("/"))
-        return self._pages.of_run(name) if name != path else None
+        kind, *names = path.removeprefix("/").split("/")
+        if kind == "compare":
+            names = list(dict.fromkeys(names))
+            return self._pages.of_runs(names) if 2 <= len(names) <= _MOST_COMPARED else None
+        return self._pages.of_runs(names) if kind == "run" and len(names) == 1 else None
 
 
 def _line(status: int) -> Response:
@@ -366,9 +339,8 @@ def _line(status: int) -> Response:
 
 def _remembered(path: str, token: str) -> Response:
     """Take the token out of the address and into a cookie, so that it stands in no history."""
-    answer = Response(
-        None, 303, {**_HEADERS, "Location": quote(path) if path.startswith(("/run/", "/compare/")) else "/"}
-    )
+    where = quote(path) if path.startswith(("/run/", "/compare/")) else "/"
+    answer = Response(None, 303, {**_HEADERS, "Location": where})
     answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
     return answer
 

@@ -20,12 +20,14 @@ from torchrelay.tools.report.charts import (
     clock_ticks,
     count,
     filled,
+    line,
     moment,
     number,
     seconds,
     shade,
     share,
     whole_ticks,
+    word,
 )
 from torchrelay.tools.report.run_data import (
     BranchNote,
@@ -95,16 +97,11 @@ def timeline(runs: Sequence[RunFacts]) -> PageSection | None:
 
 def bars_of(attempt: RunAttempt) -> list[Bar]:
     """The parts of one attempt. With very many epochs, neighbours share a bar, with their saves added."""
-    bars = [
-        Bar(
-            "load",
-            one.end - one.slowest_secs - attempt.begin,
-            one.end - attempt.begin,
-            f"loading: {seconds(one.slowest_secs)}",
-        )
-        for one in attempt.saves
-        if one.kind == "load" and one.end is not None
-    ]
+    bars = []
+    for one in attempt.saves:
+        if one.kind == "load" and one.end is not None:
+            end, took = one.end - attempt.begin, one.slowest_secs
+            bars.append(Bar("load", end - took, end, f"loading: {seconds(took)}"))
     timed = [one for one in attempt.points if one.time is not None]
     group = max(1, math.ceil(len(timed) / _MOST_BARS))
     before = max(
@@ -195,8 +192,7 @@ def _axis(run: RunFacts) -> Chart:
     for at in clock_ticks(span, 5):
         share_of = 100 * at / span
         style = "tick" if share_of < 4 else "tick end" if share_of > 96 else "tick middle"
-        place: dict[str, float | str] = {"x": f"{share_of:.2f}%", "y": 14}
-        shapes.append(Shape("text", style, place, seconds(at) if at else "0"))
+        shapes.append(word(seconds(at) if at else "0", f"{share_of:.2f}%", 14, style))
     return Chart(f"0 to {seconds(span)}", 0, 18, shapes, "bars")
 
 
@@ -241,14 +237,9 @@ _PHASES = ("stage", "plan", "hash", "write", "fsync", "commit")
 _MOST_NODES = 32
 
 
-def summed_up(saves: Sequence[Save]) -> StragglerSummary:
-    """Nodes, the slowest first, with the medians of their phases over all saves."""
-    return summary([one.nodes for one in saves])
-
-
 def saves(runs: Sequence[RunFacts]) -> PageSection | None:
     """How long saves took, and where; None where no times are noted."""
-    found = [(run, summed_up(run.save_times)) for run in runs]
+    found = [(run, summary([one.nodes for one in run.save_times])) for run in runs]
     known = [(run, times) for run, times in found if times.nodes]
     if not known:
         return None
@@ -314,7 +305,12 @@ def checkpoints(runs: Sequence[RunFacts]) -> PageSection | None:
     known = [run for run in runs if run.epochs]
     if not known:
         return None
-    rows = [(run, run.best[0] if run.best else "", _best(run)) for run in known]
+    rows = []
+    for run in known:
+        best = run.best_point[0] if run.best_point else None
+        at_best = [one for one in run.epochs if (one.epoch, one.step) == (best, 0)]
+        counted = [one for one in at_best if one.standing != "abandoned"]
+        rows.append((run, run.best[0] if run.best else "", counted))
     return PageSection("checkpoints", "Checkpoints", _checkpoint_finding(known), {"runs": rows})
 
 
@@ -323,26 +319,15 @@ def tone_of(row: EpochRow) -> str:
     return _TONES.get(row.standing, "bad")
 
 
-def _best(run: RunFacts) -> list[EpochRow]:
-    """The rows of the best epoch."""
-    best = run.best_point[0] if run.best_point else None
-    return [one for one in run.epochs if one.epoch == best and not one.step and one.standing != "abandoned"]
-
-
-def unused(rows: Sequence[EpochRow]) -> list[EpochRow]:
-    """Those that cannot serve: damaged, not resumable, unproved."""
-    return [one for one in rows if one.standing not in ("chosen", "older", "abandoned", "not reached")]
-
-
 def _checkpoint_finding(runs: Sequence[RunFacts]) -> str:
     rows = [row for run in runs for row in run.epochs]
-    bad = unused(rows)
+    bad = sum(row.standing not in _TONES for row in rows)
     gone = sum(row.standing == "abandoned" for row in rows)
     total = len(rows) + sum(run.epochs_left_out for run in runs)
     if bad:
-        return f"{len(bad)} of {count(total, 'checkpoint')} cannot be used"
-    tail = f", {gone} of them abandoned" if gone else ""
-    return f"{count(total, 'checkpoint')}{tail}, none known to be damaged"
+        return f"{bad} of {count(total, 'checkpoint')} cannot be used"
+    abandoned = f", {gone} of them abandoned" if gone else ""
+    return f"{count(total, 'checkpoint')}{abandoned}, none known to be damaged"
 
 
 _STORY_ROW = 44
@@ -356,30 +341,14 @@ _USUAL = frozenset({"start", "end", "saved", "retire"})
 
 def story(runs: Sequence[RunFacts]) -> PageSection | None:
     """Branches, stages, events; None where there are none but begins, ends and saves."""
-    known = [
-        run
-        for run in runs
-        if len(run.branches) > 1
-        or run.upstream
-        or any(one.kind not in _USUAL for one in (*run.events, *run.happened))
-    ]
-    if not known:
-        return None
-    parts = [
-        (
-            run,
-            _tree(run) if len(run.branches) > 1 else None,
-            notable(run),
-            _in_time((*run.events, *run.happened)),
-        )
-        for run in known
-    ]
-    return PageSection("story", "Events", _story_finding(runs), {"runs": parts})
-
-
-def notable(run: RunFacts) -> list[Event]:
-    """What fell back, failed or was thrown away, from events and log records, in the order of time."""
-    return _in_time(one for one in (*run.events, *run.happened) if one.kind in _BAD)
+    parts = []
+    for run in runs:
+        events = _in_time((*run.events, *run.happened))
+        if len(run.branches) > 1 or run.upstream or any(one.kind not in _USUAL for one in events):
+            tree = _tree(run) if len(run.branches) > 1 else None
+            # What fell back, failed or was thrown away comes first.
+            parts.append((run, tree, [one for one in events if one.kind in _BAD], events))
+    return PageSection("story", "Events", _story_finding(runs), {"runs": parts}) if parts else None
 
 
 def _in_time(events: Iterable[Event]) -> list[Event]:
@@ -391,16 +360,8 @@ def _story_finding(runs: Sequence[RunFacts]) -> str:
     damage = sum(one.kind == "quarantine" for run in runs for one in run.happened)
     rewinds = sum(joint.kind == "rewind" for run in runs for joint in run.course.joints)
     falls = sum(joint.kind == "fallback" for run in runs for joint in run.course.joints)
-    words = [
-        count(amount, what)
-        for amount, what in (
-            (failures, "failure"),
-            (damage, "damaged epoch"),
-            (falls, "fallback"),
-            (rewinds, "rewind"),
-        )
-        if amount
-    ]
+    amounts = {"failure": failures, "damaged epoch": damage, "fallback": falls, "rewind": rewinds}
+    words = [count(amount, what) for what, amount in amounts.items() if amount]
     return f"Events: {', '.join(words)}" if words else "No failures and no fallbacks"
 
 
@@ -412,7 +373,7 @@ def _tree(run: RunFacts) -> Chart:
     x = Scale(0.0, float(last), 2.0, 98.0)
     height = _STORY_ROW * len(branches) + 26
     drawn = [_branch(one, rows, x) for one in branches]
-    names = [_label(str(one), f"{x(one):.2f}%", height - 6) for one in whole_ticks(0, last, 8)]
+    names = [word(str(one), f"{x(one):.2f}%", height - 6) for one in whole_ticks(0, last, 8)]
     return Chart(f"Branches of {run.name} over epochs", 0, height, [*drawn, *names], "bars")
 
 
@@ -425,26 +386,18 @@ def _branch(branch: BranchNote, rows: dict[int, int], x: Scale) -> Shape:
     counted = [epoch for epoch in branch.epochs if epoch not in branch.abandoned]
     last, end = max([begin, *counted]), max([begin, *branch.epochs])
     title = f"branch {branch.id}: {branch.how}"
+    at = {epoch: f"{x(epoch):.2f}%" for epoch in (begin, last, end)}
     shapes: list[Shape] = []
     if branch.parent is not None and branch.parent in rows:
-        shapes.append(_twig("current", (begin, begin), (rows[branch.parent], y), x))
+        shapes.append(line("twig current", (at[begin], at[begin]), (rows[branch.parent], y)))
     if end > last:
-        shapes.append(_twig("past", (last, end), (y, y), x))
-    shapes.append(_twig("current", (begin, last), (y, y), x))
+        shapes.append(line("twig past", (at[last], at[end]), (y, y)))
+    shapes.append(line("twig current", (at[begin], at[last]), (y, y)))
     for epoch in branch.epochs[:: max(1, len(branch.epochs) // _MOST_DOTS)]:
         style = f"twigdot {'past' if epoch in branch.abandoned else 'current'}"
         place: dict[str, float | str] = {"cx": f"{x(epoch):.2f}%", "cy": y, "r": 4}
         shapes.append(Shape("circle", style, place))
     late = begin > end / 2  # then there is more room to the left
     place_of, style = ("100%", "tick end") if late else (f"{x(begin) - 1:.2f}%", "tick")
-    shapes.append(_label(title, place_of, y - 12, style))
+    shapes.append(word(title, place_of, y - 12, style))
     return Shape("g", "", title=title, inside=shapes)
-
-
-def _twig(style: str, epochs: tuple[int, int], rows: tuple[int, int], x: Scale) -> Shape:
-    left, right = (f"{x(one):.2f}%" for one in epochs)
-    return Shape("line", f"twig {style}", {"x1": left, "x2": right, "y1": rows[0], "y2": rows[1]})
-
-
-def _label(text: str, x: str, y: float, style: str = "tick middle") -> Shape:
-    return Shape("text", style, {"x": x, "y": y}, text)

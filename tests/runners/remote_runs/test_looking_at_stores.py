@@ -18,7 +18,7 @@ from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.local_copies import Mirror, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.report.server import FarRuns
+from torchrelay.tools.report.server import RemoteRuns
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_foreign_files_and_odd_names(hosts: Hosts, url: str, capsys: pytest.Capt
 
 def test_the_dashboard_of_a_store(top: str) -> None:
     """The list and the pages of runs are served by URL, and a name that leads elsewhere is none."""
-    with dashboard(FarRuns(top)) as server:
+    with dashboard(RemoteRuns(top)) as server:
         page = urllib.request.urlopen(server.url, timeout=60).read().decode()
         assert "hello" in page
         assert "other" in page

@@ -252,7 +252,7 @@ def test_a_browser_sees_a_new_epoch_by_itself(story: RunDirectory, tmp_path: Pat
     seen: list[str] = []
     rendered = Rendered(lambda: 1000.0 * len(seen))  # as if long pauses lay between requests
     with dashboard(RunIndex(story.path.parent), rendered=rendered) as server:
-        page = server.pages.of_run
+        page = server.pages.of_runs
 
         def told(name: str):
             seen.append(name)
@@ -260,7 +260,7 @@ def test_a_browser_sees_a_new_epoch_by_itself(story: RunDirectory, tmp_path: Pat
                 story.log_metrics(10**6, {"epoch": 6, "time": time.time(), "metrics": {"val/acc": 0.875}})
             return page(name)
 
-        server.pages.of_run = told
+        server.pages.of_runs = told
         shown = look(f"{server.url}run/story", tmp_path / "browser", millis=10_000)
         assert len(seen) >= 3
         assert 'data-refreshed="1"' in shown.dom

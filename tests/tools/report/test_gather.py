@@ -18,9 +18,10 @@ from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.statistics import summary
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.run_data import Point, ReadLimits, course_of, spread
-from torchrelay.tools.report.timeline import bars_of, finding_of, saving_secs, summed_up, wall_secs
+from torchrelay.tools.report.timeline import bars_of, finding_of, saving_secs, wall_secs
 
 SPANS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=6)
 
@@ -71,7 +72,7 @@ def test_the_slowed_node_is_named(story: RunDirectory) -> None:
         nodes = [{"node": f"n{node}", "path": "", "bytes": 1, "secs": secs} for node in range(4)]
         nodes[2] = {**nodes[2], "secs": {**secs, "write": 0.9}}
         stats.write_text(json.dumps({"bytes": 4, "nodes": nodes, "slowest": "n2"}))
-    found = summed_up(gather(story).save_times)
+    found = summary([one.nodes for one in gather(story).save_times])
     assert found.nodes[0].node == "n2"
     assert "n2 dominates the saves" in finding_of(found)
 

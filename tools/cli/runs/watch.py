@@ -264,10 +264,10 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.tools.serving.serve import check_installed
 
     check_installed("the dashboard")
-    from torchrelay.tools.report.server import DashboardServer, FarRuns, RunIndex
+    from torchrelay.tools.report.server import DashboardServer, RemoteRuns, RunIndex
     from torchrelay.tools.serving.web import read_token
 
-    store: RunIndex = FarRuns(chosen.runs) if is_remote(chosen.runs) else RunIndex(Path(chosen.runs))
+    store: RunIndex = RemoteRuns(chosen.runs) if is_remote(chosen.runs) else RunIndex(Path(chosen.runs))
     token = read_token(chosen.token, chosen.token_file)
     server = DashboardServer(store, chosen.host, chosen.port, token, limits_of(chosen))
 
