@@ -272,11 +272,13 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
     extents = example.extents()
     grown = example.resized({size: max(extent, 2) for size, extent in extents.items()})
     dims = {size: torch.export.Dim(size, min=1) for size in extents}
-    args, kwargs = grown.shapes(dims)
+    shapes: Any
+    shapes, named_shapes = grown.shapes(dims)
+    if named_shapes:  # torch.export's form is by position, or all by parameter name
+        parameters = inspect.signature(model.forward).parameters
+        shapes = {**dict(zip(parameters, shapes, strict=False)), **named_shapes}
     try:
-        program = torch.export.export(
-            model, grown.args, grown.kwargs, dynamic_shapes=_by_parameter(model, args, kwargs), strict=False
-        )
+        program = torch.export.export(model, grown.args, grown.kwargs, dynamic_shapes=shapes, strict=False)
         made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
         if made is None:
             raise RuntimeError("the exporter returned nothing")
@@ -296,7 +298,13 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
         raise
     except Exception as error:
         raise _refusal(error, type(model).__name__) from error
-    return graph, _symbols(graph, grown)
+    symbols = {}  # the exporter's, to the names of sizes
+    for value, sizes in zip(graph.graph.inputs, grown.sizes, strict=True):
+        for dim, size in sizes.items():
+            symbol = None if value.shape is None else value.shape[dim]
+            if symbol is not None and not isinstance(symbol, int):
+                symbols[str(symbol.value)] = size
+    return graph, symbols
 
 
 def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: Mapping[str, str]) -> Model:
@@ -321,16 +329,6 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
         if value.shape is not None:
             value.shape = ir.Shape([_size(dim, symbols) for dim in value.shape])
     return graph
-
-
-def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Convert specifications to torch.export's form: by position, or all by parameter name."""
-    if not kwargs:
-        return args
-    import inspect
-
-    names = list(inspect.signature(model.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tuple[Value, str]]:
@@ -362,17 +360,6 @@ def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
         optimizer.remove_unused_nodes(graph)
     common.CommonSubexpressionEliminationPass()(graph)
     common.RemoveUnusedOpsetsPass()(graph)
-
-
-def _symbols(graph: Model, example: Example) -> dict[str, str]:
-    """Map the exporter's symbols to the names of sizes."""
-    found = {}
-    for value, sizes in zip(graph.graph.inputs, example.sizes, strict=True):
-        for dim, size in sizes.items():
-            symbol = None if value.shape is None else value.shape[dim]
-            if symbol is not None and not isinstance(symbol, int):
-                found[str(symbol.value)] = size
-    return found
 
 
 def _size(dim: Any, symbols: Mapping[str, str]) -> int | str | None:

@@ -63,7 +63,7 @@ def as_ints(value: Any) -> list[Any] | None:
 
 
 def _pairwise(compute: Callable[[Any, Any], Any]) -> Callable[..., Ints | None]:
-    def run(attributes: dict[str, Any], one: Ints, other: Ints) -> Ints | None:
+    def run(attributes: Mapping[str, Any], one: Ints, other: Ints) -> Ints | None:
         size = max(len(one.values), len(other.values))
         if not {len(one.values), len(other.values)} <= {1, size}:
             return None
@@ -79,13 +79,13 @@ def _divided(one: Any, other: Any) -> Any:
     return one // other
 
 
-def _gather(attributes: dict[str, Any], data: Ints, places: Ints) -> Ints | None:
+def _gather(attributes: Mapping[str, Any], data: Ints, places: Ints) -> Ints | None:
     known, size = data.values, len(data.values)
     inside = all(type(place) is int and -size <= place < size for place in places.values)
     return Ints(tuple(known[place] for place in places.values), places.scalar) if inside else None
 
 
-def _slice(attributes: dict[str, Any], data: Ints, *where: Ints) -> Ints | None:
+def _slice(attributes: Mapping[str, Any], data: Ints, *where: Ints) -> Ints | None:
     if "starts" in attributes or any(type(one) is not int for part in where for one in part.values):
         return None
     if any(len(part.values) != 1 for part in where) or {*(one.values for one in where[2:3])} - {(0,), (-1,)}:
@@ -97,11 +97,7 @@ def _slice(attributes: dict[str, Any], data: Ints, *where: Ints) -> Ints | None:
     return Ints(data.values[begin:end:step])
 
 
-def _product(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints:
-    return Ints((math.prod(data.values),), scalar=not attributes.get("keepdims", 1))
-
-
-def _reshape(attributes: dict[str, Any], data: Ints, shape: Ints) -> Ints | None:
+def _reshape(attributes: Mapping[str, Any], data: Ints, shape: Ints) -> Ints | None:
     if len(shape.values) == 1 and shape.values[0] in (-1, len(data.values)):
         return Ints(data.values)
     return Ints(data.values, scalar=True) if not shape.values and len(data.values) == 1 else None
@@ -119,17 +115,17 @@ _ON_INTS: dict[str, Callable[..., Ints | None]] = {
     "Cast": lambda said, data: data if said.get("to") == 7 else None,
     "Unsqueeze": lambda said, data, *_: Ints(data.values) if data.scalar else None,
     "Squeeze": lambda said, data, *_: Ints(data.values, scalar=True) if len(data.values) == 1 else None,
-    "ReduceProd": _product,
+    "ReduceProd": lambda said, data, *_: Ints((math.prod(data.values),), scalar=not said.get("keepdims", 1)),
     "Reshape": _reshape,
 }
 
 
-def on_ints(operator: str, attributes: dict[str, Any], inputs: Sequence[Any]) -> Ints | None:
+def on_ints(node: GraphNode, inputs: Sequence[Any]) -> Ints | None:
     """Compute an operator on known integers; None if it needs tensors."""
-    compute = _ON_INTS.get(operator)
+    compute = _ON_INTS.get(node.operator)
     if compute is None or not all(isinstance(one, Ints) for one in inputs):
         return None
-    return compute(attributes, *inputs)
+    return compute(node.attributes, *inputs)
 
 
 @dataclass(frozen=True)
@@ -304,26 +300,19 @@ def run_plan(
             if ints is not None:
                 known[name] = ints
     for node, done in plan.steps:
-        _run_node(graph, node, values, known, around)
+        inputs = [values[name] if name else None for name in node.inputs]
+        made: Any = None
+        if not node.domain and any(isinstance(one, Ints) for one in inputs):  # arithmetic on sizes
+            made = on_ints(
+                node, [known.get(name, one) for name, one in zip(node.inputs, inputs, strict=True)]
+            )
+        if made is None:
+            made = _on_tensors(graph, node, inputs, values, known, around)
+        results = made if isinstance(made, tuple) else (made,)
+        values.update((name, one) for name, one in zip(node.outputs, results, strict=False) if name)
         for name in done:
             values.pop(name, None)
     return tuple(values[name] for name in plan.results)
-
-
-def _run_node(
-    graph: Graph, node: GraphNode, values: dict[str, Any], known: Mapping[str, Ints], around: Surroundings
-) -> None:
-    inputs = [values[name] if name else None for name in node.inputs]
-    made: Any = None
-    if not node.domain and any(isinstance(one, Ints) for one in inputs):  # arithmetic on sizes
-        given = [known.get(name, one) for name, one in zip(node.inputs, inputs, strict=True)]
-        made = on_ints(node.operator, dict(node.attributes), given)
-    if made is None:
-        made = _on_tensors(graph, node, inputs, values, known, around)
-    results = made if isinstance(made, tuple) else (made,)
-    for name, value in zip(node.outputs, results, strict=False):
-        if name:
-            values[name] = value
 
 
 def _on_tensors(
@@ -337,19 +326,24 @@ def _on_tensors(
     operator = around.operators[node.domain, node.operator]
     own = frozenset(at for at, name in enumerate(node.inputs) if name in graph.initializers)
     fixed = own | {at for at, name in enumerate(node.inputs) if name in graph.constants}
-    device = _device(inputs, around)
-    call = OpCall(node, around.training, device, own, fixed, _entering(values, known, around))
+    device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), around.device)
 
-    def wanted(at: int, name: str, value: Any) -> Any:
-        """Convert an input to the form that the operator expects."""
-        if at in operator.ints:
-            return as_ints(known.get(name, value))
-        if at not in operator.numbers:
-            return call.tensor(value)
-        return as_numbers((around.known(graph, name) if at in fixed else None) or value)
+    def enter(inner: Graph, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        check_entered(f"graph {inner.name!r}", next(around.entered))
+        if id(inner) not in around.plans:
+            around.plans[id(inner)] = plan_of(inner)
+        outer = {name: known.get(name, values[name]) for name in inner.captured}
+        return run_plan(inner, around.plans[id(inner)], {**outer, **given}, around)
 
+    call = OpCall(node, around.training, device, own, fixed, enter)
     if not operator.raw:
-        inputs = [wanted(*one) for one in zip(count(), node.inputs, inputs)]
+        for at, (name, value) in enumerate(zip(node.inputs, inputs, strict=True)):
+            if at in operator.ints:
+                inputs[at] = as_ints(known.get(name, value))
+            elif at in operator.numbers:
+                inputs[at] = as_numbers((around.known(graph, name) if at in fixed else None) or value)
+            else:
+                inputs[at] = call.tensor(value)
     try:
         return operator.run(call, *inputs)
     except RelayError:
@@ -360,26 +354,9 @@ def _on_tensors(
         raise UsageError(f"{node} failed on {_description(inputs)}: {error}") from error
 
 
-def _device(inputs: list[Any], around: Surroundings) -> torch.device:
-    return next((one.device for one in inputs if isinstance(one, torch.Tensor)), around.device)
-
-
 def _description(inputs: list[Any]) -> str:
     shapes = (
         f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else str(one)[:60]
         for one in inputs
     )
     return ", ".join(shapes) or "no inputs"
-
-
-def _entering(
-    values: Mapping[str, Any], known: Mapping[str, Ints], around: Surroundings
-) -> Callable[[Graph, Mapping[str, Any]], tuple[Any, ...]]:
-    def enter(inner: Graph, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        check_entered(f"graph {inner.name!r}", next(around.entered))
-        if id(inner) not in around.plans:
-            around.plans[id(inner)] = plan_of(inner)
-        outer = {name: known.get(name, values[name]) for name in inner.captured}
-        return run_plan(inner, around.plans[id(inner)], {**outer, **given}, around)
-
-    return enter

@@ -23,10 +23,6 @@ def _shape(call: OpCall, x: Any) -> Ints:
     return Ints(tuple(shape)[slice(call.get("start", 0), call.get("end"))])
 
 
-def _size(call: OpCall, x: Any) -> Ints:
-    return Ints((len(x.values) if isinstance(x, Ints) else x.numel(),), scalar=True)
-
-
 def _reshape(call: OpCall, x: Tensor, shape: List | None = None) -> Tensor:
     sizes = list(call.get("shape", ())) if shape is None else shape
     if not call.get("allowzero", 0):
@@ -220,17 +216,17 @@ def _one_hot(call: OpCall, places: Tensor, depth: list[Any], values: Tensor) -> 
     return torch.where(hit, on, off)
 
 
+def _dtype(call: OpCall, like: Tensor | None = None) -> torch.dtype:
+    if call.has("dtype") or like is None:
+        return dtype_of(call.get("dtype", 1), str(call.node))
+    return like.dtype
+
+
 def _multinomial(call: OpCall, x: Tensor) -> Tensor:
     count = call.get("sample_size", 1)
     check_made(str(call.node), [x.shape[0], count])
     found = torch.multinomial(torch.softmax(x, -1), count, replacement=True)
     return found.to(dtype_of(call.get("dtype", 6), str(call.node)))
-
-
-def _dtype(call: OpCall, like: Tensor | None = None) -> torch.dtype:
-    if call.has("dtype") or like is None:
-        return dtype_of(call.get("dtype", 1), str(call.node))
-    return like.dtype
 
 
 def _random(call: OpCall, like: Tensor | None = None) -> Tensor:
@@ -386,7 +382,9 @@ def _overlaps(one: Tensor, others: Tensor) -> Tensor:
 
 OPERATORS: dict[str, Any] = {
     "Shape": Operator(_shape, raw=True),
-    "Size": Operator(_size, raw=True),
+    "Size": Operator(
+        lambda call, x: Ints((len(x.values) if isinstance(x, Ints) else x.numel(),), scalar=True), raw=True
+    ),
     "Reshape": Operator(_reshape, ints=(1,)),
     "Flatten": _flatten,
     "Transpose": lambda call, x: x.permute(call.get("perm") or tuple(reversed(range(x.dim())))),
