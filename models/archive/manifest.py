@@ -99,10 +99,7 @@ def _entry_from_json(fields: Fields) -> ArchiveEntry:
 def _places_in(
     header: bytes, data: int, nbytes: int, entries: Mapping[str, ArchiveEntry], what: str
 ) -> dict[str, int]:
-    """Return the offset of each tensor in the member, after checking its header against the manifest.
-
-    `data` is the offset of the bytes, `nbytes` the size of the member. Raises DamagedError.
-    """
+    """Return the offset of each tensor in the member at `data`; DamagedError if its header differs."""
     found = canonical_json.loads(header, what=what, limit_bytes=HEADER_LIMIT)
     if not isinstance(found, dict):
         raise DamagedError(f"{what}: its header is not an object")
@@ -257,10 +254,7 @@ class StoredTensors:
             memory[first - start : last - start] = block[first - at : last - at]
 
     def _verify(self, names: Sequence[str], place: Callable[[int, int, int], memoryview]) -> None:
-        """Read block by block, so that each block is hashed while it is in the CPU cache.
-
-        The zip's CRC of the member is not checked, because the digests verify the bytes.
-        """
+        """Hash each block while it is in the CPU cache; the CRC of the zip is not checked."""
         sizes = [self.entries[name].nbytes for name in names]
         blocks = [
             (number, at, min(BLOCK, nbytes - at))
@@ -415,10 +409,7 @@ class ArchiveFile:
 
 @contextmanager
 def open_archive_file(where: Where) -> Iterator[ArchiveFile]:
-    """Open an archive.
-
-    Raises UsageError, FormatError for a foreign file, DamagedError, StorageError.
-    """
+    """Open an archive; UsageError, FormatError for a foreign file, DamagedError, StorageError."""
     place = as_written(where, _WANTED)
     with fetched(place, _WANTED) as path:
         check_file(path, _WANTED)

@@ -78,11 +78,7 @@ def unready(module: nn.Module) -> list[str]:
 
 
 def states_of(module: nn.Module) -> States:
-    """Return the states of a model.
-
-    Raises UsageError for states without content, BlobError for sharded tensors and for extra state other than
-    plain values.
-    """
+    """Return the states of a model; UsageError without content, BlobError if one cannot be stored."""
     if names := unready(module):
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise UsageError(

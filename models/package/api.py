@@ -59,8 +59,7 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
     kind = type(model)
     class_path = f"{_module_name(kind.__module__)}:{kind.__qualname__}"
     if "<locals>" in kind.__qualname__:
-        why = f"{kind.__qualname__} is a local class, which cannot be imported"
-        return class_path, {}, why
+        return class_path, {}, f"{kind.__qualname__} is a local class, which cannot be imported"
     own = {base.__module__ for part in model.modules() for base in type(part).__mro__}
     waiting, files = sorted(own), dict[str, bytes]()
     seen: set[str] = set()
@@ -79,20 +78,19 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
         waiting.extend(name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1))
     base = _module_name(kind.__module__).replace(".", "/")
     has_class = bool({f"{base}.py", f"{base}/__init__.py"} & files.keys())
-    if not has_class and kind.__module__.startswith(PREFIX):
-        why = "was made by archived source (trust_source, load_code), which is not archived again"
-        return (
-            class_path,
-            {},
-            f"{class_path.partition('.')[2]} {why}: use a model whose class is in its source file",
-        )
-    if not has_class and getattr(sys.modules.get(kind.__module__), "__file__", None) is not None:
-        return class_path, {}, f"{class_path} belongs to an installed package, which is not archived"
-    if not has_class:
-        return class_path, {}, f"the module of {class_path} is not a file"
-    if odd := [name for name in sorted(files) if not name_fits(f"source/{name}")]:
-        return class_path, {}, f"its source {odd[0]!r} has a name with other signs than archives hold"
-    return class_path, files, ""
+    why = ""
+    if has_class:
+        if odd := [name for name in sorted(files) if not name_fits(f"source/{name}")]:
+            why = f"its source {odd[0]!r} has a name with other signs than archives hold"
+    elif kind.__module__.startswith(PREFIX):
+        made = "was made by archived source (trust_source, load_code), which is not archived again"
+        name = class_path.partition(".")[2]
+        why = f"{name} {made}: use a model whose class is in its source file"
+    elif getattr(sys.modules.get(kind.__module__), "__file__", None) is not None:
+        why = f"{class_path} belongs to an installed package, which is not archived"
+    else:
+        why = f"the module of {class_path} is not a file"
+    return class_path, {} if why else files, why
 
 
 def _module_name(name: str) -> str:
@@ -138,10 +136,7 @@ def _imported(source: bytes, name: str, module: ModuleType) -> Iterator[str]:
 def of_epoch(
     model: nn.Module, run: str | os.PathLike[str], epoch: int | str, blob: str
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a copy of the model loaded from an epoch, and `run`, `epoch` and `code_id` as far as known.
-
-    Raises the errors of `open_checkpoint` and its `load`.
-    """
+    """Return a copy of the model loaded from an epoch, and `run`, `epoch` and `code_id` as far as known."""
     opened = open_checkpoint(run, epoch)
     if blob not in opened.blobs:
         raise UsageError(f"{run} has no blob {blob!r}, it has {', '.join(opened.blobs)}: give blob=")

@@ -124,10 +124,7 @@ def _trains_otherwise(part: nn.Module) -> bool:
 def export(
     model: nn.Module, inputs: Any, dynamic: Dynamic | None = None, *, drop_unused: bool = False
 ) -> LoweredProgram:
-    """Trace the model in eval mode, by default with a dynamic first size of the inputs.
-
-    Raises UsageError for inputs that do not fit, BlobError with the reason if the model cannot be traced.
-    """
+    """Trace the model in eval mode; UsageError for other inputs, BlobError if it cannot be traced."""
     call = call_of(model, inputs)
     names = dynamic_names(call, dynamic)
     try:
@@ -183,10 +180,7 @@ def _attempt(
 
 
 def _materialise(model: nn.Module) -> None:
-    """Initialise every tensor on the meta device with `reset_parameters` of its module.
-
-    Raises UsageError, before anything changes, for modules without `reset_parameters`.
-    """
+    """Initialise tensors on the meta device with `reset_parameters`; UsageError, before anything changes."""
     parts = [
         (name, part)
         for name, part in model.named_modules()

@@ -43,10 +43,7 @@ class ForwardCall:
 
 
 def call_of(model: nn.Module, inputs: Any) -> ForwardCall:
-    """Convert `inputs` (a tensor, a tuple of positional arguments, or a dict by name) to a call.
-
-    Raises UsageError if `forward` does not accept them.
-    """
+    """Convert a tensor, a tuple of positional arguments, or a dict by name to a call; raises UsageError."""
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     try:
@@ -105,10 +102,7 @@ def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
 def _without_unused(
     program: PackagedProgram, specs: Sequence[TensorSpec]
 ) -> tuple[PackagedProgram, tuple[TensorSpec, ...]]:
-    """Remove inputs that no step and no output uses from the program and its input `specs`.
-
-    Sequences get shorter, dicts lose keys, and arguments that become empty are removed.
-    """
+    """Remove inputs that no step and no output uses, and arguments that become empty."""
     used = set(names_in(list(program.outputs)))
     for step in program.steps:
         used.update(names_in([*step.args, *step.kwargs.values()]))

@@ -108,10 +108,7 @@ _DEPTH = 32
 def tree_of(
     value: Any, is_leaf: Callable[[Any], bool], what: str, first: int = 0
 ) -> tuple[Tree, list[tuple[str, Any]]]:
-    """Return the tree of a value, and its leaves with their names (`what`, `what_0`, `what_key`).
-
-    Leaves are counted from `first` on. Raises BlobError for unsupported values.
-    """
+    """Return the tree of a value, with leaves counted from `first` on, and the leaves with their names."""
     leaves: list[tuple[str, Any]] = []
 
     def inside(name: str, key: int | str) -> str:

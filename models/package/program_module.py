@@ -86,10 +86,7 @@ class ProgramModule(nn.Module):
         return super().train(mode)
 
     def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
-        """Register a tensor under its name.
-
-        `register_*` would refuse names of this class, such as `flat`, which a model may have.
-        """
+        """Register a tensor, also under a name of this class, such as `flat`, which torch would refuse."""
         path, _, leaf = name.rpartition(".")
         owner: nn.Module = self
         for part in path.split(".") if path else ():

@@ -173,7 +173,7 @@ def whole_ticks(low: int, high: int, wanted: int = 6) -> list[int]:
     return list(range(-(-low // step) * step, high + 1, step))
 
 
-def clock_ticks(span: float, wanted: int) -> list[float]:
+def clock_ticks(span: float, wanted: int = 5) -> list[float]:
     """Seconds from 0 to `span` at steps that people count in."""
     if span < wanted:
         return ticks(Scale(0.0, max(span, 1e-9), 0, 1), wanted)

@@ -339,7 +339,7 @@ def point_of(generation: int, line: Mapping[str, Json]) -> Point | None:
 
 
 def metrics_in(said: Mapping[str, Json]) -> dict[str, float]:
-    """The metrics of a line, without values that are no numbers."""
+    """The metrics of a line whose values are numbers."""
     values = ((str(name), metric_value(value)) for name, value in said.items())
     return {name: value for name, value in values if value is not None}
 

@@ -42,10 +42,7 @@ _OF_CHECKPOINTS = ("log", "log/HINT", "data")
 
 
 class RunIndex:
-    """Directories of runs directly below a root, or the root itself where it is a run.
-
-    Links are not followed. Raises UsageError for a path that is not a directory.
-    """
+    """Directories of runs below a root, or the root itself if it is a run; links are not followed."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
@@ -208,7 +205,7 @@ _SHARE = 8.0
 
 @dataclass(frozen=True)
 class Page:
-    """What a client gets: `tag` is of the content, so that what looks the same has the same tag."""
+    """What a client gets; equal content has an equal `tag`."""
 
     tag: str
     body: bytes

@@ -189,7 +189,7 @@ def _bar(kind: str, begin: float, end: float, span: float, title: str = "") -> S
 def _axis(run: RunFacts) -> Chart:
     span = _span(run)
     shapes = []
-    for at in clock_ticks(span, 5):
+    for at in clock_ticks(span):
         share_of = 100 * at / span
         style = "tick" if share_of < 4 else "tick end" if share_of > 96 else "tick middle"
         shapes.append(word(seconds(at) if at else "0", f"{share_of:.2f}%", 14, style))

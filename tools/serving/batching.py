@@ -141,10 +141,7 @@ Key = tuple[int, Hashable]
 
 @dataclass(eq=False)
 class PendingRequest:
-    """The samples of one request, all answered by one `served`; `finish` is called once, by any thread.
-
-    The flag is set when the client no longer waits.
-    """
+    """One request; `finish` is called once, by any thread; `given_up` is set when the client is gone."""
 
     served: Served
     samples: Sequence[Any]

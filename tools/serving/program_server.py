@@ -222,10 +222,7 @@ def code_id_of_run(run: Path) -> str | None:
 
 
 class PackageHandler(TensorHandler):
-    """Handler of a package; samples are rows of the inputs and of outputs with the batch size.
-
-    If the inputs' first size is fixed to 1, samples are computed one by one.
-    """
+    """Handler of a package; if the inputs' first size is fixed to 1, samples are computed one by one."""
 
     def __init__(self, module: Any, signature: Signature) -> None:
         super().__init__(module, signature)

@@ -44,10 +44,7 @@ SMALL_ELEMENTS = 2048
 
 
 class Body:
-    """A request body; `release` returns its bytes to the budget.
-
-    `weight` is the memory used per byte of the body.
-    """
+    """A request body, with the memory per byte as `weight`; `release` returns its bytes to the budget."""
 
     def __init__(self, budget: Budget, weight: int = 1) -> None:
         self.data = bytearray()

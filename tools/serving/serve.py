@@ -22,10 +22,7 @@ BUSY_SECS = 1
 
 
 class RefusedError(Exception):
-    """A refused request: a status and one sentence for the client.
-
-    429 and 503 have `retry_secs` for Retry-After.
-    """
+    """A refused request: status, one sentence for the client, and `retry_secs` for Retry-After (429, 503)."""
 
     def __init__(self, status: int, text: str, retry_secs: int | None = None) -> None:
         super().__init__(text)
@@ -56,10 +53,7 @@ _BYTES = 4096
 
 
 def tell(what: str, more: str) -> None:
-    """Write a line and the end of its details, at most 4096 bytes of ASCII.
-
-    Dropped if stderr is closed, or a full pipe.
-    """
+    """Write a line and the end of its details; dropped if stderr is closed, or a full pipe."""
     text = more.encode("ascii", "backslashreplace").decode()
     with suppress(OSError, ValueError):
         if takes(sys.stderr):
@@ -98,10 +92,7 @@ def serve(
     *,
     began: Callable[[Running], None] = lambda running: None,
 ) -> int:
-    """Bind the address, load the model, serve until a signal, and return the exit code.
-
-    Binding first reports an unusable address before loading; requests are answered only after loading.
-    """
+    """Bind the address, to report an unusable one soon; load and serve; return the exit code."""
     from torchrelay.tools.serving.app import Running
     from torchrelay.tools.serving.batching import Watching
     from torchrelay.tools.serving.handlers import ModelSlot

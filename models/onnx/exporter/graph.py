@@ -120,10 +120,7 @@ class Example:
 
 
 def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None, dynamic: Dynamic) -> Example:
-    """Convert the user's inputs: a tensor, a sequence of arguments, or a mapping of them by name.
-
-    Raises UsageError for inputs that `forward` does not accept, wrong names, and empty dimensions.
-    """
+    """Convert a tensor, a sequence of arguments, or a mapping of them by name; UsageError."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, _bound(model, inputs))
     leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
     found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -265,10 +262,7 @@ def _is_users(file: str) -> bool:
 
 
 def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tuple[Model, Mapping[str, str]]:
-    """Export a module, which may change it; also returns the symbols of its sizes by name.
-
-    Raises UsageError with one line if torch cannot export it.
-    """
+    """Export a module, which may change; returns also the symbols of its sizes by name. UsageError."""
     extents = example.extents()
     grown = example.resized({size: max(extent, 2) for size, extent in extents.items()})
     dims = {size: torch.export.Dim(size, min=1) for size in extents}
@@ -344,10 +338,7 @@ def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tu
 
 
 def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
-    """Fold constants and remove unused nodes.
-
-    onnxscript's `optimize` would also merge states with equal values.
-    """
+    """Fold constants and remove unused nodes; onnxscript's `optimize` would also merge equal states."""
     from onnx_ir.passes import common
     from onnxscript import optimizer
 

@@ -53,10 +53,7 @@ def place_of(where: Where, *, overwrite: bool) -> Path | str:
 
 
 def _weights_beside(path: Path) -> list[Path]:
-    """Return external weights of an earlier export to this path, if the existing file refers to them.
-
-    Other files may belong to a concurrent export.
-    """
+    """Return external weights to which the existing file refers; others may belong to a concurrent export."""
     ours = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{12}}\.data")
     found = [one for one in path.parent.iterdir() if ours.fullmatch(one.name)]
     if not found or not path.is_file() or not path.stat().st_size:

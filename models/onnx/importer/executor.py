@@ -198,10 +198,7 @@ class OpCall:
 
 @dataclass(frozen=True, eq=False)
 class ExecutionPlan:
-    """A plan: `steps` are operators, each with the values to release after it; `results` are the outputs.
-
-    `needed` are the names of the stored values and inputs that are used.
-    """
+    """Operators, each with the values to release after it; `results`; and the stored values `needed`."""
 
     steps: tuple[tuple[GraphNode, tuple[str, ...]], ...]
     results: tuple[str, ...]
@@ -211,10 +208,7 @@ class ExecutionPlan:
 def plan_of(
     graph: Graph, outputs: Sequence[str] | None = None, aux: Sequence[str] = (), drop_last: int = 0
 ) -> ExecutionPlan:
-    """Return the plan for `outputs` and then `aux`; by default the graph's outputs, cut by `drop_last`.
-
-    Raises UsageError for unknown names, and if `drop_last` exceeds the number of operators.
-    """
+    """Return the plan for `outputs` (default: the graph's, cut by `drop_last`) and then `aux`; UsageError."""
     if drop_last and outputs is not None:
         raise UsageError("outputs= and drop_last= cannot be combined")
     wanted = [*(ends_without(graph, drop_last) if outputs is None else outputs), *aux]
@@ -243,11 +237,7 @@ def inputs_of(node: GraphNode) -> set[str]:
 
 
 def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
-    """Return the outputs of the graph without its last `drop_last` operators.
-
-    These are the remaining outputs, then the values used only by dropped operators that depend on the
-    contents of an input (not transposed weights or sizes).
-    """
+    """Return the outputs left, and values of dropped operators that depend on an input's contents."""
     if drop_last < 0 or drop_last >= len(graph.nodes) + (drop_last == 0):
         most = max(len(graph.nodes) - 1, 0)
         raise UsageError(

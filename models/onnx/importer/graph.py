@@ -66,11 +66,7 @@ KNOWN_DOMAINS = {"": KNOWN_OPSET, "ai.onnx.ml": 6, "ai.onnx.preview": 1, "ai.onn
 
 
 def read_model(source: Any) -> tuple[Any, Path | None]:
-    """Read a ModelProto from a path, bytes or a ModelProto; returns it with the folder of its external data.
-
-    External tensors are not read. Raises StorageError for an unreadable file, DamagedError if it is not an
-    ONNX model, UsageError if this version does not support it.
-    """
+    """Read a ModelProto, and return it with the folder of its external data, which is not read."""
     try:
         import onnx
         import onnx.external_data_helper
@@ -112,10 +108,7 @@ def _domain_of(proto: Any) -> str:
 
 
 def _known_model(model: Any) -> Any:
-    """Return the model in supported operator sets, with functions inlined or converted if needed.
-
-    Raises UsageError for unsupported versions; nothing is run as another version.
-    """
+    """Return the model in supported operator sets, with functions inlined; raises UsageError."""
     import onnx
 
     if not model.HasField("graph"):
@@ -179,10 +172,7 @@ def _inlined(model: Any) -> Any:
 
 
 def _check_functions(model: Any) -> None:
-    """Raise UsageError for functions that are recursive, nested too deeply, or expand to too many operators.
-
-    Called before functions are expanded, because a small file can expand to more than the memory.
-    """
+    """Raise UsageError for recursive functions, and for those that expand to more than the memory."""
     bodies = {
         _kind(one, one.name): Counter(_kind(node, node.op_type) for node in _nodes(one.node))
         for one in model.functions
@@ -281,11 +271,7 @@ class ModelContent:
 
 
 def _in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple[list[Any], set[str]]:
-    """Return the nodes of a GraphProto in topological order, and the names that it uses from `outer`.
-
-    `stored` are its inputs and initializers. Raises UsageError for undefined values, values defined twice,
-    and cycles.
-    """
+    """Return the nodes in topological order, and the names that they use from `outer`; raises UsageError."""
     makers: dict[str, int] = {}
     for at, node in enumerate(graph.node):
         for name in filter(None, node.output):

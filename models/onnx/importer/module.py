@@ -485,10 +485,7 @@ def _names(given: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _check_content(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for mappings and arrays of numbers as inputs; accepts a tracer's proxies.
-
-    Arrays of texts are accepted, because torch has no such tensors.
-    """
+    """Raise UsageError for mappings and arrays of numbers; accepts a tracer's proxies and arrays of texts."""
     for name, value in given.items():
         kind = type(value)
         array = kind.__module__.partition(".")[0] == "numpy" and value.dtype.kind not in "OSU"

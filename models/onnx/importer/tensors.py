@@ -60,10 +60,7 @@ def check_entered(what: str, count: int) -> None:
 
 
 def external_bytes(proto: Any, folder: Path | None, nbytes: int) -> torch.Tensor:
-    """Read the `nbytes` bytes of external data of a TensorProto, as uint8.
-
-    Raises UsageError for a location outside `folder`, DamagedError for missing bytes.
-    """
+    """Read external data as uint8; UsageError for a place outside `folder`, DamagedError if it is short."""
     what = f"tensor {proto.name!r}"
     said = {entry.key: entry.value for entry in proto.external_data}
     if folder is None:
@@ -165,11 +162,7 @@ _TYPED = {1: "float_data", 11: "double_data", 7: "int64_data", 12: "uint64_data"
 
 
 def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
-    """Read a TensorProto to a new CPU tensor.
-
-    Raises UsageError for unsupported tensors (texts, negative sizes), DamagedError if the declared shape does
-    not match the data.
-    """
+    """Read a TensorProto to a new CPU tensor; UsageError if unsupported, DamagedError for other sizes."""
     what = f"tensor {proto.name!r}"
     dtype_of(proto.data_type, what)
     shape = _shape(proto.dims, what)
