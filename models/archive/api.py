@@ -31,18 +31,17 @@ from torchrelay.checkpoint.state.tensor_checks import (
 from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import BlobError, PartiallyLoadedError, UsageError
 from torchrelay.models.archive.manifest import (
-    AUX,
     MODEL,
     STATES,
     ArchiveEntry,
     ArchiveFile,
     Contents,
+    States,
     TensorToStore,
     open_archive_file,
     write_contents,
 )
 from torchrelay.models.archive.states import (
-    States,
     checked,
     entries_of,
     recorded_call,
@@ -77,13 +76,9 @@ def save_states(
         save_states("model.zip", model, {"epoch": 3, "optimizer": optimizer.state_dict()})
     """
     states = states_of(checked(model))
-    aux, tensors = aux_of(aux_states or {}, states)
-    groups = {MODEL: states.tensors, AUX: tensors}
     known = recorded_call(model)
-    contents = Contents(
-        STATES, groups, states.ties, states.extra, aux, states.order,
-        signature=None if known is None else known.signature.to_json(),
-    )  # fmt: skip
+    signature = None if known is None else known.signature.to_json()
+    contents = Contents(STATES, states, aux_of(aux_states or {}, states), signature=signature)
     write_contents(path, contents, overwrite=overwrite)
 
 

@@ -285,17 +285,26 @@ ABOUT = "torchrelay archive"
 
 
 @dataclass(frozen=True)
+class States:
+    """All states of a model, ready for storing."""
+
+    tensors: Mapping[str, TensorToStore]
+    ties: Mapping[str, str]
+    """Names of states to the name that holds the shared tensor."""
+    extra: Mapping[str, Json]
+    """States other than tensors, as typed values."""
+    order: tuple[str, ...]
+    """Names of all states in the model's order."""
+
+
+@dataclass(frozen=True)
 class Contents:
-    """Contents of an archive; `ties` maps names of states to the name that holds the shared tensor."""
+    """Contents of an archive: states, aux values with their tensors, and the rest of a package."""
 
     kind: str
-    tensors: Mapping[str, Mapping[str, TensorToStore]]
-    ties: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Json] = field(default_factory=dict)
-    """States other than tensors, as typed values."""
-    aux: Json = field(default_factory=lambda: {"names": [], "values": {}})
-    order: tuple[str, ...] = ()
-    """Names of all states in the model's order."""
+    states: States
+    aux: tuple[Json, Mapping[str, TensorToStore]]
+    constants: Mapping[str, TensorToStore] | None = None
     package: Json = None
     signature: Json = None
     """Signature of the model of a state archive, if it was compiled."""
@@ -308,9 +317,11 @@ def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
     def write(temporary: Path) -> None:
         with temporary.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
             os.fchmod(file.fileno(), MODE)
+            groups = {MODEL: contents.states.tensors, AUX: contents.aux[1], CONSTANTS: contents.constants}
             said = {
                 group: write_tensors(archive, f"{group}.safetensors", tensors)
-                for group, tensors in contents.tensors.items()
+                for group, tensors in groups.items()
+                if tensors is not None
             }
             manifest = canonical_json.dumps(_manifest(contents, said))
             for name, data in {**contents.members, MANIFEST: manifest}.items():
@@ -331,10 +342,10 @@ def _manifest(contents: Contents, tensors: Json) -> Json:
         "format": stamp(),
         "kind": contents.kind,
         "tensors": tensors,
-        "ties": dict(contents.ties),
-        "extra": dict(contents.extra),
-        "order": list(contents.order),
-        "aux": contents.aux,
+        "ties": dict(contents.states.ties),
+        "extra": dict(contents.states.extra),
+        "order": list(contents.states.order),
+        "aux": contents.aux[0],
         **{key: value for key, value in optional.items() if value is not None},
     }
 

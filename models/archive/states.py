@@ -6,7 +6,7 @@ torch.compile, activation checkpointing), so a wrapped and a bare model share ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.runtime import Signature
-from torchrelay.models.archive.manifest import BUFFER, OTHER, PARAMETER, TensorToStore
+from torchrelay.models.archive.manifest import BUFFER, OTHER, PARAMETER, States, TensorToStore
 from torchrelay.records import Json, dataclass
 
 
@@ -55,16 +55,6 @@ def entries_of(module: nn.Module) -> list[ModuleEntry]:
     state = checked(module).state_dict(keep_vars=True)
     entries = module_entries("m", module, state)
     return [ModuleEntry(one.key, one.name.removeprefix("m."), one.value, one.role) for one in entries]
-
-
-@dataclass(frozen=True)
-class States:
-    """All states of a model, ready for storing."""
-
-    tensors: Mapping[str, TensorToStore]
-    ties: Mapping[str, str]
-    extra: Mapping[str, Json]
-    order: tuple[str, ...]
 
 
 def unready(module: nn.Module) -> list[str]:

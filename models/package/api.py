@@ -27,17 +27,15 @@ from torchrelay.metadata.code.imports import PREFIX, ArchivedImports
 from torchrelay.metadata.zip_reader import name_fits
 from torchrelay.models.archive.api import aux_of, fill
 from torchrelay.models.archive.manifest import (
-    AUX,
-    CONSTANTS,
-    MODEL,
     PACKAGE,
     ArchiveFile,
     Contents,
+    States,
     TensorToStore,
     open_archive_file,
     write_contents,
 )
-from torchrelay.models.archive.states import States, checked, recorded_call, states_of
+from torchrelay.models.archive.states import checked, recorded_call, states_of
 from torchrelay.models.package import reader
 from torchrelay.models.package.compile import export, parts_that_train_otherwise
 from torchrelay.models.package.graph_lowering import Dynamic, LoweredProgram
@@ -257,18 +255,12 @@ def _contents(
     aux: tuple[Json, Mapping[str, TensorToStore]],
     package: Json,
 ) -> Contents:
-    constants = {} if exported is None else dict(exported.constants)
+    constants = {} if exported is None else exported.constants
     members = {reader.SOURCE + name: data for name, data in files.items()}
     if exported is not None:
         members[reader.PROGRAM] = canonical_json.dumps(exported.json)
-    groups = {
-        MODEL: states.tensors,
-        AUX: aux[1],
-        CONSTANTS: {name: TensorToStore(tensor) for name, tensor in constants.items()},
-    }
-    return Contents(
-        PACKAGE, groups, states.ties, states.extra, aux[0], states.order, package=package, members=members
-    )
+    stored = {name: TensorToStore(tensor) for name, tensor in constants.items()}
+    return Contents(PACKAGE, states, aux, stored, package=package, members=members)
 
 
 def _exported(

@@ -21,18 +21,6 @@ from torchrelay.models.package.program import (
     operator_of,
     resolved,
 )
-from torchrelay.records import dataclass
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Tensors of a program: states by name (tied tensors under each name), and constants."""
-
-    states: Mapping[str, torch.Tensor]
-    constants: Mapping[str, torch.Tensor]
-    parameters: frozenset[str]
-    """Names of the states that are parameters."""
-    trainable: frozenset[str]
 
 
 class ProgramModule(nn.Module):
@@ -47,7 +35,8 @@ class ProgramModule(nn.Module):
         self,
         program: PackagedProgram,
         signature: Signature,
-        tensors: Tensors,
+        states: Mapping[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
         still: Sequence[str] | None = (),
     ) -> None:
         super().__init__()
@@ -56,12 +45,9 @@ class ProgramModule(nn.Module):
         self._program = program
         self._calls = tuple((step, operator_of(step.operator)) for step in program.steps)
         self._held: dict[str, tuple[str, str]] = {}
-        placed: dict[int, torch.Tensor] = {}
-        for name, tensor in tensors.states.items():
-            parameter, trainable = name in tensors.parameters, name in tensors.trainable
-            held = placed.setdefault(id(tensor), nn.Parameter(tensor, trainable) if parameter else tensor)
-            self._hold(name, held, persistent=True)
-        for name, tensor in tensors.constants.items():
+        for name, tensor in states.items():
+            self._hold(name, tensor, persistent=True)
+        for name, tensor in constants.items():
             self._hold(name, tensor, persistent=False)
         if missing := [name for _, name in program.tensors.values() if name not in self._held]:
             raise DamagedError(f"the program needs {missing[0]!r}, which the package does not have")

@@ -134,8 +134,11 @@ def signature_in(fields: Fields) -> Signature:
 
 
 def _module(archive: ArchiveFile, signature: Signature, still: Sequence[str] | None) -> nn.Module:
+    import torch
+    from torch import nn
+
     from torchrelay.models.package.program import program_from_json
-    from torchrelay.models.package.program_module import ProgramModule, Tensors
+    from torchrelay.models.package.program_module import ProgramModule
 
     what = f"{archive.what}: {PROGRAM}"
     try:
@@ -148,13 +151,12 @@ def _module(archive: ArchiveFile, signature: Signature, still: Sequence[str] | N
     entries = archive.tensors(MODEL).entries
     kinds = {**entries, **{name: entries[first] for name, first in archive.ties.items()}}
     constants = archive.tensors(CONSTANTS)
-    tensors = Tensors(
-        archive.states(),
-        {name: constants.read(name) for name in constants.entries},
-        frozenset(name for name, entry in kinds.items() if entry.role == PARAMETER),
-        frozenset(name for name, entry in kinds.items() if entry.trainable),
-    )
-    return ProgramModule(program, signature, tensors, still)
+    states, parameters = archive.states(), dict[int, torch.Tensor]()
+    for name, tensor in states.items():
+        if kinds[name].role == PARAMETER:
+            states[name] = parameters.setdefault(id(tensor), nn.Parameter(tensor, kinds[name].trainable))
+    made = {name: constants.read(name) for name in constants.entries}
+    return ProgramModule(program, signature, states, made, still)
 
 
 ROWS = 200

@@ -33,7 +33,7 @@ from torchrelay.tools.report.gather import best_of, gather, points_of
 from torchrelay.tools.report.page import policy, report_page, whole_page
 from torchrelay.tools.report.run_data import ReadLimits, RunFacts, Troubles, course_of, moment_of
 from torchrelay.tools.serving.serve import tell
-from torchrelay.tools.serving.web import Access, HttpServer, access_at, bound_socket, done_by, url_of
+from torchrelay.tools.serving.web import HttpServer, access_at, bound_socket, done_by, url_of
 
 MOST_RUNS = 1000
 _LOOK_SECS = 10
@@ -285,14 +285,53 @@ _HEADERS = {
 }
 
 
-class Dashboard:
-    """The application. Nothing of a request is used but its path, its query's token, and four headers."""
+def _line(status: int) -> Response:
+    """A line of text: nothing that the client sent comes back in it."""
+    headers = {**_HEADERS, "Allow": "GET, HEAD"} if status == 405 else _HEADERS
+    return PlainTextResponse(f"{HTTPStatus(status).phrase}\n", status, headers)
 
-    def __init__(self, pages: Pages, access: Access) -> None:
-        self._pages, self._access = pages, access
+
+def _remembered(path: str, token: str) -> Response:
+    """Take the token out of the address and into a cookie, so that it stands in no history."""
+    where = quote(path) if path.startswith(("/run/", "/compare/")) else "/"
+    answer = Response(None, 303, {**_HEADERS, "Location": where})
+    answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+    return answer
+
+
+class DashboardServer(HttpServer):
+    """Serves a store at an address. Raises UsageError for an address that cannot be had.
+
+    Nothing of a request is used but its path, its query's token, and four headers.
+    """
+
+    def __init__(
+        self,
+        store: RunIndex,
+        host: str,
+        port: int,
+        token: str | None,
+        limits: ReadLimits,
+        rendered: Rendered | None = None,
+    ) -> None:
+        access_at(host, port, token)
+        self.socket = bound_socket(host, port)
+        self.pages = Pages(store, limits, rendered or Rendered())
+        self._access = access_at(host, self.socket.getsockname()[1], token)
         self._worker = Worker("torchrelay dashboard")
+        super().__init__(
+            self._application,
+            log_level="critical",
+            limit_concurrency=256,
+            timeout_graceful_shutdown=0,  # whoever still reads a page does not hold the end up
+        )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    @property
+    def url(self) -> str:
+        """Where the list of runs is."""
+        return url_of(self.socket)
+
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; errors of the server are printed on stderr."""
         try:
             answer = await self._answer(Request(scope))
@@ -320,52 +359,9 @@ class Dashboard:
 
     def _page(self, path: str) -> Page | None:
         if path == "/":
-            return self._pages.index()
+            return self.pages.index()
         kind, *names = path.removeprefix("/").split("/")
         if kind == "compare":
             names = list(dict.fromkeys(names))
-            return self._pages.of_runs(names) if 2 <= len(names) <= _MOST_COMPARED else None
-        return self._pages.of_runs(names) if kind == "run" and len(names) == 1 else None
-
-
-def _line(status: int) -> Response:
-    """A line of text: nothing that the client sent comes back in it."""
-    headers = {**_HEADERS, "Allow": "GET, HEAD"} if status == 405 else _HEADERS
-    return PlainTextResponse(f"{HTTPStatus(status).phrase}\n", status, headers)
-
-
-def _remembered(path: str, token: str) -> Response:
-    """Take the token out of the address and into a cookie, so that it stands in no history."""
-    where = quote(path) if path.startswith(("/run/", "/compare/")) else "/"
-    answer = Response(None, 303, {**_HEADERS, "Location": where})
-    answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-    return answer
-
-
-class DashboardServer(HttpServer):
-    """Serves a store at an address. Raises UsageError for an address that cannot be had."""
-
-    def __init__(
-        self,
-        store: RunIndex,
-        host: str,
-        port: int,
-        token: str | None,
-        limits: ReadLimits,
-        rendered: Rendered | None = None,
-    ) -> None:
-        access_at(host, port, token)
-        self.socket = bound_socket(host, port)
-        self.pages = Pages(store, limits, rendered or Rendered())
-        access = access_at(host, self.socket.getsockname()[1], token)
-        super().__init__(
-            Dashboard(self.pages, access),
-            log_level="critical",
-            limit_concurrency=256,
-            timeout_graceful_shutdown=0,  # whoever still reads a page does not hold the end up
-        )
-
-    @property
-    def url(self) -> str:
-        """Where the list of runs is."""
-        return url_of(self.socket)
+            return self.pages.of_runs(names) if 2 <= len(names) <= _MOST_COMPARED else None
+        return self.pages.of_runs(names) if kind == "run" and len(names) == 1 else None

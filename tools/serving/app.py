@@ -164,122 +164,6 @@ _UNREAD = (401, 404, 405, 406, 413, 415, 421, 429, 503)
 _SAFE = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
-class Application:
-    """ASGI application; has no state of its own."""
-
-    def __init__(
-        self,
-        holder: ModelSlot,
-        predicting: Predicting,
-        computing: Computing,
-        meters: Meters,
-        access: Access,
-        limits: RequestLimits,
-    ) -> None:
-        self._holder, self._predicting, self._computing = holder, predicting, computing
-        self._meters, self._access, self._limits = meters, access, limits
-        self._running = 0
-        self._endpoints: dict[str, Endpoint] = {
-            "/predict": self._predict,
-            "/health": self._health,
-            "/ready": self._ready,
-            "/metadata": self._metadata,
-            "/metrics": self._metrics,
-            "/openapi.json": self._described,
-            "/": self._described,
-        }
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request; always answers, unless the client has disconnected."""
-        if scope["type"] != "http":
-            return
-        began, codes = time.perf_counter(), [0]
-        path = scope["path"] if scope["path"] in self._endpoints else "other"
-
-        request = Request(scope, receive)
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                codes.append(message["status"])
-                if _leaves_bytes(request):
-                    message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
-        self._running += 1
-        self._meters.running.set(self._running)
-        try:
-            response = await self._response(request)
-            if response is not None:
-                await response(scope, receive, counted)
-        finally:
-            self._running -= 1
-            self._meters.running.set(self._running)
-            self._meters.answered(path, codes[-1], time.perf_counter() - began)
-
-    async def _response(self, request: Request) -> Response | None:
-        """Return the answer or refusal; None if the client has disconnected."""
-        try:
-            return await self._endpoint(request)(request)
-        except ClientDisconnect:
-            return None
-        except RefusedError as error:
-            return _refusal(error)
-        except Exception as error:
-            self._meters.faults.inc()
-            what = "torchrelay serve: internal error"
-            tell(what, "".join(traceback.format_exception(error)))
-            text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "internal error"
-            return _refusal(RefusedError(500, text))
-
-    def _endpoint(self, request: Request) -> Endpoint:
-        """Return the endpoint; raises RefusedError without access, and for unknown paths and methods."""
-        path = request.scope["path"]
-        refused = self._access.refusal(request.headers)
-        if refused is not None and not (refused[0] == 401 and path in OPEN):
-            raise RefusedError(*refused)
-        if self._running > self._limits.requests:
-            raise unavailable("too many concurrent requests")
-        endpoint = self._endpoints.get(path)
-        if endpoint is None:
-            raise RefusedError(404, "unknown path: GET / lists the paths")
-        if request.method not in _methods(path):
-            raise RefusedError(405, f"use {_methods(path)[0]}")
-        return endpoint
-
-    async def _predict(self, request: Request) -> Response:
-        body, kind, served = await self._predicting.answer(request)
-        epoch = {} if served.epoch is None else {"X-Torchrelay-Epoch": str(served.epoch)}
-        return Response(body, media_type=kind, headers={**_SAFE, **epoch})
-
-    async def _health(self, request: Request) -> Response:
-        """Return 503 if the process should be restarted."""
-        stuck = self._computing.stuck_secs()
-        if stuck > max(2 * self._limits.secs, 60.0):
-            return _json({"status": "stuck", "batch_secs": None if stuck == float("inf") else stuck}, 503)
-        return _json({"status": "ok"})
-
-    async def _ready(self, request: Request) -> Response:
-        """Return 503 while shutting down or stuck."""
-        if self._holder.draining:
-            return _json({"status": "leaving"}, 503)
-        if self._computing.stuck_secs() > self._limits.secs:
-            return _json({"status": "stuck"}, 503)
-        return _json({"status": "ready", "epoch": self._holder.current.epoch})
-
-    async def _metadata(self, request: Request) -> Response:
-        return _json(self._holder.current.to_json())
-
-    async def _described(self, request: Request) -> Response:
-        """Return the OpenAPI document, or the page that shows it."""
-        document = description(self._holder.current, self._limits, token=self._access.token is not None)
-        return Response(page(document), headers=HEADERS) if request.scope["path"] == "/" else _json(document)
-
-    async def _metrics(self, request: Request) -> Response:
-        self._meters.epoch.set(self._holder.current.epoch or 0)
-        self._meters.waiting.set(self._predicting.waiting)
-        return Response(self._meters.text(), headers={**_SAFE, "Content-Type": CONTENT_TYPE})
-
-
 def _leaves_bytes(request: Request) -> bool:
     """Return True if the request has an unread body, or contradicting lengths."""
     pieces, length = "transfer-encoding" in request.headers, request.headers.get("content-length", "0")
@@ -315,7 +199,7 @@ _LAST_SECS = 2.0
 
 
 class Running:
-    """A running server: model slot, compute thread, and listener."""
+    """A running server: model slot, compute thread, listener, and the ASGI application."""
 
     def __init__(
         self,
@@ -326,12 +210,20 @@ class Running:
         watching: Watching | None = None,
     ) -> None:
         self.holder, self.limits, self.meters = holder, limits, Meters()
-        self._socket, self._watching = listening, watching
+        self._socket, self._access, self._watching, self._requests = listening, access, watching, 0
         queue = Queue(limits)
         self._computing = Computing(queue, self.meters)
         self._predicting = Predicting(holder, queue, limits)
-        application = Application(holder, self._predicting, self._computing, self.meters, access, limits)
-        self._server = _DrainingServer(self, application, limits)
+        self._server = _DrainingServer(self)
+        self._endpoints: dict[str, Endpoint] = {
+            "/predict": self._predict,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metadata": self._metadata,
+            "/metrics": self._metrics,
+            "/openapi.json": self._described,
+            "/": self._described,
+        }
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until a signal or `stop`; calls `ready` once connections are accepted."""
@@ -355,13 +247,104 @@ class Running:
         """Shut down as after SIGTERM; callable from other threads."""
         self._server.should_exit = True
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request; always answers, unless the client has disconnected."""
+        if scope["type"] != "http":
+            return
+        began, codes = time.perf_counter(), [0]
+        path = scope["path"] if scope["path"] in self._endpoints else "other"
+
+        request = Request(scope, receive)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                codes.append(message["status"])
+                if _leaves_bytes(request):
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        self._requests += 1
+        self.meters.running.set(self._requests)
+        try:
+            response = await self._response(request)
+            if response is not None:
+                await response(scope, receive, counted)
+        finally:
+            self._requests -= 1
+            self.meters.running.set(self._requests)
+            self.meters.answered(path, codes[-1], time.perf_counter() - began)
+
+    async def _response(self, request: Request) -> Response | None:
+        """Return the answer or refusal; None if the client has disconnected."""
+        try:
+            return await self._endpoint(request)(request)
+        except ClientDisconnect:
+            return None
+        except RefusedError as error:
+            return _refusal(error)
+        except Exception as error:
+            self.meters.faults.inc()
+            what = "torchrelay serve: internal error"
+            tell(what, "".join(traceback.format_exception(error)))
+            text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "internal error"
+            return _refusal(RefusedError(500, text))
+
+    def _endpoint(self, request: Request) -> Endpoint:
+        """Return the endpoint; raises RefusedError without access, and for unknown paths and methods."""
+        path = request.scope["path"]
+        refused = self._access.refusal(request.headers)
+        if refused is not None and not (refused[0] == 401 and path in OPEN):
+            raise RefusedError(*refused)
+        if self._requests > self.limits.requests:
+            raise unavailable("too many concurrent requests")
+        endpoint = self._endpoints.get(path)
+        if endpoint is None:
+            raise RefusedError(404, "unknown path: GET / lists the paths")
+        if request.method not in _methods(path):
+            raise RefusedError(405, f"use {_methods(path)[0]}")
+        return endpoint
+
+    async def _predict(self, request: Request) -> Response:
+        body, kind, served = await self._predicting.answer(request)
+        epoch = {} if served.epoch is None else {"X-Torchrelay-Epoch": str(served.epoch)}
+        return Response(body, media_type=kind, headers={**_SAFE, **epoch})
+
+    async def _health(self, request: Request) -> Response:
+        """Return 503 if the process should be restarted."""
+        stuck = self._computing.stuck_secs()
+        if stuck > max(2 * self.limits.secs, 60.0):
+            return _json({"status": "stuck", "batch_secs": None if stuck == float("inf") else stuck}, 503)
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        """Return 503 while shutting down or stuck."""
+        if self.holder.draining:
+            return _json({"status": "leaving"}, 503)
+        if self._computing.stuck_secs() > self.limits.secs:
+            return _json({"status": "stuck"}, 503)
+        return _json({"status": "ready", "epoch": self.holder.current.epoch})
+
+    async def _metadata(self, request: Request) -> Response:
+        return _json(self.holder.current.to_json())
+
+    async def _described(self, request: Request) -> Response:
+        """Return the OpenAPI document, or the page that shows it."""
+        document = description(self.holder.current, self.limits, token=self._access.token is not None)
+        return Response(page(document), headers=HEADERS) if request.scope["path"] == "/" else _json(document)
+
+    async def _metrics(self, request: Request) -> Response:
+        self.meters.epoch.set(self.holder.current.epoch or 0)
+        self.meters.waiting.set(self._predicting.waiting)
+        return Response(self.meters.text(), headers={**_SAFE, "Content-Type": CONTENT_TYPE})
+
 
 class _DrainingServer(HttpServer):
     """HTTP server with the shutdown described above: drains, and closes what is left after `drain_secs`."""
 
-    def __init__(self, running: Running, application: Application, limits: RequestLimits) -> None:
+    def __init__(self, running: Running) -> None:
+        limits = running.limits
         super().__init__(
-            application,
+            running,
             log_level="error",
             limit_concurrency=limits.connections + 1,  # uvicorn refuses the request that reaches it
             timeout_graceful_shutdown=int(limits.drain_secs + _LAST_SECS),
