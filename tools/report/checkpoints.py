@@ -117,13 +117,28 @@ def rows_of(
     """The newest rows of the table; metrics come from the metrics files, by (generation, epoch) or epoch."""
     generations = _generations(committed.history)
     on_line = {entry.key for entry in committed.view.line()}
+    start = committed.start or ResumePreview(None, "", 0)
     rows = []
     for entry in committed.entries[-limits.epoch_rows :]:
-        epoch = entry.position.epoch
+        epoch, save = entry.position.epoch, saves.get(entry.attempt_name)
         point = points.get((generations.get(entry.key, -1), epoch))
         if point is None and entry.key in on_line:
             point = current.get(epoch)
-        rows.append(_row(committed, entry, point, saves.get(entry.attempt_name)))
+        account = explain(committed.view, committed.history, start, entry.position, entry.branch)
+        marks = (mark for mark in committed.view.marks if mark.target == entry.key)
+        row = EpochRow(
+            str(entry.position),
+            entry.branch,
+            epoch,
+            entry.position.step,
+            account.standing if committed.start else "unknown",
+            account.reason if committed.start else "what a start would choose is unknown",
+            tuple(f"{mark.kind}: {mark.name}" for mark in marks),
+            entry.attempt_name,
+            point.metrics if point else {},
+            sum(one.bytes for one in save.nodes) if save else None,
+        )
+        rows.append(row)
     return tuple(rows)
 
 
@@ -152,24 +167,6 @@ def happened(history: History) -> tuple[Event, ...]:
         Event(_seconds(record.written), record.kind, text, record.generation)
         for record in history.records
         if (text := _said_of(record))
-    )
-
-
-def _row(committed: Committed, entry: CommittedPosition, point: Point | None, save: Save | None) -> EpochRow:
-    start = committed.start or ResumePreview(None, "", 0)
-    account = explain(committed.view, committed.history, start, entry.position, entry.branch)
-    marks = (mark for mark in committed.view.marks if mark.target == entry.key)
-    return EpochRow(
-        str(entry.position),
-        entry.branch,
-        entry.position.epoch,
-        entry.position.step,
-        account.standing if committed.start else "unknown",
-        account.reason if committed.start else "what a start would choose is unknown",
-        tuple(f"{mark.kind}: {mark.name}" for mark in marks),
-        entry.attempt_name,
-        point.metrics if point else {},
-        sum(one.bytes for one in save.nodes) if save else None,
     )
 
 
@@ -367,28 +364,32 @@ def _too_few(epoch: Epoch, whole: Sequence[CommittedPosition], budget: int) -> s
 def _rows(
     storage: Storage, chosen: Sequence[CommittedPosition], names: Sequence[str]
 ) -> tuple[list[LeafNorm], int]:
-    before = open_epoch(storage, chosen[0])
-    rows, read = _first(before, chosen[0].position.epoch, names)
-    known = {row.leaf: row for row in rows}
-    for entry in chosen[1:]:
-        epoch = open_epoch(storage, entry)
+    """Leaves by epoch, each compared with the epoch before if both have it in the same form."""
+    rows, read, known = list[LeafNorm](), 0, dict[str, LeafNorm]()
+    before = None
+    for entry in chosen:
+        epoch, number = open_epoch(storage, entry), entry.position.epoch
         for name in names:
-            row, nbytes = _next(before, epoch, entry.position.epoch, name, known.get(name))
-            read += nbytes
-            if row is not None:
-                known[name] = row
-                rows.append(row)
+            item = epoch.items.get(name)
+            if item is None or epoch.gone(item):
+                continue
+            one, last = None if before is None else before.items.get(name), known.get(name)
+            if before is None or one is None or last is None or one.form != item.form or before.gone(one):
+                found = _moments(epoch, item)
+                row = LeafNorm(number, name, found.elements, found.norm, None, found.nan + found.inf)
+                read += item.leaf.nbytes
+            else:
+                change = Comparison(PartReader(before), PartReader(epoch), one, item).change(whole=True)
+                if change.compared:
+                    bad, moved = change.nan_b + change.inf_b, change.norm_difference
+                    row = LeafNorm(number, name, item.leaf.elements, change.norm_b, moved, bad)
+                    read += 2 * item.leaf.nbytes
+                else:  # digests say that nothing changed, so nothing was read
+                    row = LeafNorm(number, name, last.elements, last.norm, 0.0, last.nonfinite)
+            known[name] = row
+            rows.append(row)
         before = epoch
     return rows, read
-
-
-def _first(epoch: Epoch, number: int, names: Sequence[str]) -> tuple[list[LeafNorm], int]:
-    there = [name for name in names if name in epoch.items and not epoch.gone(epoch.items[name])]
-    found = {name: _moments(epoch, epoch.items[name]) for name in there}
-    rows = [
-        LeafNorm(number, name, one.elements, one.norm, None, one.nan + one.inf) for name, one in found.items()
-    ]
-    return rows, sum(epoch.items[row.leaf].leaf.nbytes for row in rows)
 
 
 def _moments(epoch: Epoch, item: NodeLeaf) -> Moments:
@@ -402,23 +403,3 @@ def _moments(epoch: Epoch, item: NodeLeaf) -> Moments:
         for start in range(0, part.nbytes, CHUNK_BYTES)
     )
     return joined(moments_of(chunk) for data in stretches for chunk in steps(data, width, dtype))
-
-
-def _next(
-    before: Epoch, epoch: Epoch, number: int, name: str, known: LeafNorm | None
-) -> tuple[LeafNorm | None, int]:
-    """A leaf at the next epoch, compared with the one before where both have the same form."""
-    one, other = before.items.get(name), epoch.items.get(name)
-    if other is None or epoch.gone(other):
-        return None, 0
-    if one is None or one.form != other.form or before.gone(one) or known is None:
-        rows, read = _first(epoch, number, [name])
-        return (rows[0] if rows else None), read
-    change = Comparison(PartReader(before), PartReader(epoch), one, other).change(whole=True)
-    if not change.compared:  # digests say that nothing changed, so nothing was read
-        return LeafNorm(number, name, known.elements, known.norm, 0.0, known.nonfinite), 0
-    bad = change.nan_b + change.inf_b
-    return (
-        LeafNorm(number, name, other.leaf.elements, change.norm_b, change.norm_difference, bad),
-        2 * other.leaf.nbytes,
-    )

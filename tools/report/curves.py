@@ -110,8 +110,8 @@ def finding_of(name: str, run: RunFacts) -> str:
     if best is None or not all(math.isfinite(value) for _, value in points):
         return _trend(name, points, "epoch")
     shown, last = number(best[1]), number(points[-1][1])
-    tail = "" if shown == last else f", {last} at the end"
-    return f"{name} is best at epoch {best[0]}: {shown}{tail}"
+    rest = "" if shown == last else f", {last} at the end"
+    return f"{name} is best at epoch {best[0]}: {shown}{rest}"
 
 
 def _trend(name: str, points: Measured, unit: str) -> str:
@@ -398,8 +398,8 @@ def _size_finding(runs: Sequence[RunFacts]) -> str:
         return "The newest epoch holds no bytes"
     first = newest.blobs[0]
     saved = sum(one.referenced for one in newest.blobs)
-    tail = f"; {share(saved, total)} was not written again" if saved else ""
-    return f"{first.blob} is {share(first.total, total)} of an epoch of {human_bytes(total)}{tail}"
+    rest = f"; {share(saved, total)} was not written again" if saved else ""
+    return f"{first.blob} is {share(first.total, total)} of an epoch of {human_bytes(total)}{rest}"
 
 
 def _total(epoch: EpochBytes) -> int:

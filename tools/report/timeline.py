@@ -113,19 +113,19 @@ def bars_of(attempt: RunAttempt) -> list[Bar]:
         end = max(before, (some[-1].time or 0.0) - attempt.begin)
         within = [one for one in saves if before < (one.end or 0.0) - attempt.begin <= end + 1e-6]
         name = f"epoch {some[0].epoch}" if len(some) == 1 else f"epochs {some[0].epoch} to {some[-1].epoch}"
-        behind = any(one.saved is None for one in some)
-        bars += _epoch_bars(name, index // group, before, end, within, behind)
+        background = any(one.saved is None for one in some)
+        bars += _epoch_bars(name, index // group, before, end, within, background)
         before = end
     return bars
 
 
 def _epoch_bars(
-    name: str, number: int, begin: float, end: float, saves: Sequence[Save], behind: bool
+    name: str, number: int, begin: float, end: float, saves: Sequence[Save], background: bool
 ) -> list[Bar]:
     spent = min(sum(one.slowest_secs for one in saves), end - begin)
     waited = min(sum(one.waiting_secs for one in saves), spent)
     train = "train odd" if number % 2 else "train"
-    if behind:  # the save runs while the next epoch trains, so it takes no time from the row
+    if background:  # the save runs while the next epoch trains, so it takes no time from the row
         return [
             Bar(train, begin, end, f"{name}: {seconds(end - begin)}"),
             Bar("behind", end - spent, end, f"{name}: saved in the background, {seconds(spent)}"),
@@ -151,7 +151,7 @@ def saving_secs(run: RunFacts) -> float:
 
 
 def _rows(run: RunFacts) -> list[AttemptRow]:
-    """The newest attempts, drawn over the same span of seconds."""
+    """The newest attempts, drawn over the same span; places are shares of the width, so a phone shows all."""
     attempts = run.attempts[-_MOST_ROWS:]
     pauses = [after.begin - before.end for before, after in pairwise(attempts)]
     span = _span(run)
@@ -161,7 +161,16 @@ def _rows(run: RunFacts) -> list[AttemptRow]:
             *_ENDINGS.get(one.outcome, (one.outcome.lower(), "calm")),
             _text(one, pause),
             one.reason if one.outcome in ("FAILED", "DIED", "PREEMPTED") else "",
-            _bars(one, span, run.name),
+            Chart(
+                f"Attempt {one.number} of {run.name}: {seconds(one.end - one.begin)}",
+                0,
+                _BAR,
+                [
+                    _bar("idle", 0.0, one.end - one.begin, span),
+                    *(_bar(bar.kind, bar.begin, bar.end, span, bar.text) for bar in bars_of(one)),
+                ],
+                "bars",
+            ),
         )
         for one, pause in zip(attempts, [0.0, *pauses], strict=True)
     ]
@@ -169,14 +178,6 @@ def _rows(run: RunFacts) -> list[AttemptRow]:
 
 def _span(run: RunFacts) -> float:
     return max([1e-3, *(one.end - one.begin for one in run.attempts[-_MOST_ROWS:])])
-
-
-def _bars(attempt: RunAttempt, span: float, name: str) -> Chart:
-    """Places are shares of the width, so that a phone shows all of it and text keeps its size."""
-    shapes = [_bar("idle", 0.0, attempt.end - attempt.begin, span)]
-    shapes += [_bar(one.kind, one.begin, one.end, span, one.text) for one in bars_of(attempt)]
-    took = seconds(attempt.end - attempt.begin)
-    return Chart(f"Attempt {attempt.number} of {name}: {took}", 0, _BAR, shapes, "bars")
 
 
 def _bar(kind: str, begin: float, end: float, span: float, title: str = "") -> Shape:

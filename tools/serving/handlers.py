@@ -182,9 +182,7 @@ def _tensor(body: bytearray, at: int, element: ElementType, shape: tuple[int, ..
     raw = torch.frombuffer(body, dtype=torch.uint8, count=nbytes, offset=at)
     if element.name == "bool":
         return (raw != 0).reshape(shape)  # only the bytes 0 and 1 are bools
-    if at % element.itemsize:
-        raw = raw.clone()
-    return raw.view(torch_dtype(element)).reshape(shape)
+    return (raw.clone() if at % element.itemsize else raw).view(torch_dtype(element)).reshape(shape)
 
 
 def body_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:

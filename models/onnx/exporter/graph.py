@@ -244,21 +244,18 @@ def _why(causes: list[BaseException]) -> str:
 
 def _place(error: BaseException) -> str:
     """Return the location in the user's code: ` because of model.py:30 (if x.sum() > 0:)`."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename):
-            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            shown = f" ({line[:80]})" if line else ""
-            return f" because of {Path(frame.filename).name}:{frame.lineno}{shown}"
-    return ""
-
-
-def _is_users(file: str) -> bool:
     import torchrelay
 
-    packages = [Path(torch.__file__).parent, Path(torchrelay.__file__).parent, Path(__file__).parents[2]]
-    path = Path(file)
-    ours = any(path.is_relative_to(one) for one in packages[:2]) or path.parent == Path(__file__).parent
-    return path.is_file() and not ours and "site-packages" not in path.parts and "contextlib" not in path.name
+    packages = [Path(module.__file__ or "").parent for module in (torch, torchrelay)]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        ours = path.parent == Path(__file__).parent or any(map(path.is_relative_to, packages))
+        library = "site-packages" in path.parts or "contextlib" in path.name
+        if path.is_file() and not (ours or library):
+            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            shown = f" ({line[:80]})" if line else ""
+            return f" because of {path.name}:{frame.lineno}{shown}"
+    return ""
 
 
 def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tuple[Model, Mapping[str, str]]:
@@ -305,6 +302,11 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
     """Rename inputs, outputs and sizes in place; raises UsageError if names collide."""
     import onnx_ir as ir
 
+    def size(dim: Any) -> int | str | None:
+        if isinstance(dim, int) or dim.value is None:
+            return dim if isinstance(dim, int) else None
+        return re.sub(r"\w+", lambda word: symbols.get(word[0], word[0]), str(dim.value))
+
     for index, value in enumerate(list(graph.graph.outputs)):
         before = graph.graph.outputs[:index]
         if value.is_graph_input() or value.is_initializer() or any(value is one for one in before):
@@ -318,10 +320,17 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
             f"{name!r} is an input or output and also a parameter or buffer: give input_names= or "
             "output_names="
         )
-    _rename(graph, wanted)
+    mine = {id(value) for value in wanted.values()}
+    for value in _values(graph):
+        if value.name in wanted and id(value) not in mine:
+            value.name = f"{value.name}.inner"
+    for number, value in enumerate(wanted.values()):
+        value.name = f"torchrelay.{number}"
+    for name, value in wanted.items():
+        value.name = name
     for value in _values(graph):
         if value.shape is not None:
-            value.shape = ir.Shape([_size(dim, symbols) for dim in value.shape])
+            value.shape = ir.Shape([size(dim) for dim in value.shape])
     return graph
 
 
@@ -353,24 +362,6 @@ def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
     common.RemoveUnusedOpsetsPass()(graph)
 
 
-def _size(dim: Any, symbols: Mapping[str, str]) -> int | str | None:
-    if isinstance(dim, int) or dim.value is None:
-        return dim if isinstance(dim, int) else None
-    return re.sub(r"\w+", lambda word: symbols.get(word[0], word[0]), str(dim.value))
-
-
-def _rename(graph: Model, wanted: Mapping[str, Value]) -> None:
-    """Rename values; others with one of these names get a new name."""
-    mine = {id(value) for value in wanted.values()}
-    for value in _values(graph):
-        if value.name in wanted and id(value) not in mine:
-            value.name = f"{value.name}.inner"
-    for number, value in enumerate(wanted.values()):
-        value.name = f"torchrelay.{number}"
-    for name, value in wanted.items():
-        value.name = name
-
-
 def _values(graph: Model) -> list[Value]:
     nodes = [one for node in graph.graph.all_nodes() for one in node.outputs]
     return [*graph.graph.inputs, *graph.graph.initializers.values(), *nodes]
@@ -380,9 +371,15 @@ def own_copy(model: nn.Module) -> nn.Module:
     """Copy the module without torch's wrappers; raises UsageError if it cannot be copied."""
     bare = bare_module(model)
     _check_whole(bare)
-    known = {id(tensor): _copied(tensor) for tensor in _tensors(bare)}
+    # Also other tensors of modules, such as computed weights.
+    others = [one for part in bare.modules() for one in vars(part).values() if isinstance(one, torch.Tensor)]
+    known: dict[int, Any] = {}
+    for tensor in (*bare.parameters(), *bare.buffers(), *others):
+        values = tensor.detach().to("cpu", copy=True)
+        parameter = isinstance(tensor, nn.Parameter)
+        known[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if parameter else values
     try:
-        copied = copy.deepcopy(bare, dict[int, Any](known))
+        copied = copy.deepcopy(bare, known)
     except Exception as error:
         raise UsageError(
             f"{type(bare).__name__} cannot be copied for the export ({error}): "
@@ -421,16 +418,3 @@ def _check_whole(model: nn.Module) -> None:
             )
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
             raise UsageError(f"{name} has no values yet (lazy or meta): call the model once, or load it")
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers, and other tensors of modules, such as computed weights."""
-    yield from model.parameters()
-    yield from model.buffers()
-    for module in model.modules():
-        yield from (one for one in vars(module).values() if isinstance(one, torch.Tensor))
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach().to("cpu", copy=True)
-    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

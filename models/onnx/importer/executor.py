@@ -216,8 +216,8 @@ def plan_of(
     known |= {*graph.inputs, *graph.initializers, *graph.constants, *graph.captured}
     for name in wanted:
         if name not in known:
-            near = ", ".join(map(repr, get_close_matches(name, known, 3)))
-            hint = f"similar names: {near}" if near else "values() of the model lists all"
+            similar = ", ".join(map(repr, get_close_matches(name, known, 3)))
+            hint = f"similar names: {similar}" if similar else "values() of the model lists all"
             raise UsageError(f"the model has no value {name!r}; {hint}")
     needed, later, steps = set(wanted), set(wanted), []
     for node in reversed(graph.nodes):

@@ -298,7 +298,7 @@ class OnnxModule(nn.Module):
         Args:
             given: Tensors by the names of the file's inputs.
             outputs: Names of values to return; by default the outputs of the file.
-            aux: Names of intermediate values to return behind them.
+            aux: Names of intermediate values to return after them.
             drop_last: Number of operators to leave out at the end.
 
         Returns:

@@ -186,13 +186,13 @@ def _recurrent(gates: int, each: int, default: tuple[str, ...]) -> Callable[...,
     return run
 
 
-def _loop(call: OpCall, trips: list[int] | None, go_on: Tensor | None, *carried: Any) -> Any:
+def _loop(call: OpCall, trips: list[int] | None, condition: Tensor | None, *carried: Any) -> Any:
     body = call.graph("body")
     count = len(carried)
     _check_arity(call, body, 2 + count, 1 + count)
     most = trips[0] if trips else None
     values, scanned = list(carried), [[] for _ in body.outputs[1 + count :]]  # type: ignore[var-annotated]
-    alive, turn = True if go_on is None else bool(go_on), 0
+    alive, turn = True if condition is None else bool(condition), 0
     while alive and (most is None or turn < most):
         check_turns(str(call.node), turn + 1)
         number = torch.tensor(turn, dtype=torch.int64, device=call.device)
