@@ -25,7 +25,7 @@ from torchrelay.errors import BlobError, DamagedError, UsageError
 from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.code.imports import PREFIX, ArchivedImports
 from torchrelay.metadata.zip_reader import name_fits
-from torchrelay.models.archive.api import aux_of, fill
+from torchrelay.models.archive.api import aux_of, checked, fill, recorded_call, states_of
 from torchrelay.models.archive.manifest import (
     PACKAGE,
     ArchiveFile,
@@ -35,7 +35,6 @@ from torchrelay.models.archive.manifest import (
     open_archive_file,
     write_contents,
 )
-from torchrelay.models.archive.states import checked, recorded_call, states_of
 from torchrelay.models.package import reader
 from torchrelay.models.package.compile import export, parts_that_train_otherwise
 from torchrelay.models.package.graph_lowering import Dynamic, LoweredProgram

@@ -21,13 +21,12 @@ from torch import nn
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
-from torchrelay.models.archive.states import Recorded, checked, record, shared_parameters, tie_again, unready
+from torchrelay.models.archive.api import Recorded, checked, record, shared_parameters, tie_again, unready
 from torchrelay.models.package.graph_lowering import (
     Dynamic,
     ForwardCall,
     LoweredProgram,
     call_of,
-    dynamic_names,
     fixed_sizes,
     mapped,
     plain,
@@ -125,46 +124,41 @@ def export(
     model: nn.Module, inputs: Any, dynamic: Dynamic | None = None, *, drop_unused: bool = False
 ) -> LoweredProgram:
     """Trace the model in eval mode; UsageError for other inputs, BlobError if it cannot be traced."""
-    call = call_of(model, inputs)
-    names = dynamic_names(call, dynamic)
+    call = call_of(model, inputs, dynamic)
     try:
         with evaluating(model), saying_nothing():
-            traced = _traced(model, call, names)
+            traced = _traced(model, call)
     except (UsageError, BlobError):
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BlobError(f"torch.export cannot trace {type(model).__name__}: {first[:300]}") from error
-    return rewritten(traced, call, names, drop_unused=drop_unused)
+    return rewritten(traced, call, drop_unused=drop_unused)
 
 
-def _traced(
-    model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
-) -> torch.export.ExportedProgram:
+def _traced(model: nn.Module, call: ForwardCall) -> torch.export.ExportedProgram:
     """Trace with equal names as equal sizes; sizes that the traced model fixes become fixed.
 
     Sizes that torch made dynamic by itself are not used, because it may have excluded the value 1.
     """
-    every = {text for sizes in names.values() for text in sizes.values()}
+    every = {text for sizes in call.sizes.values() for text in sizes.values()}
     try:
-        return _attempt(model, call, names, {text: torch.export.Dim(text) for text in every})
+        return _attempt(model, call, {text: torch.export.Dim(text) for text in every})
     except Exception:
-        looked = _attempt(model, call, names, dict.fromkeys(every, torch.export.Dim.AUTO))
-    free = every - fixed_sizes(looked, call, names)
+        looked = _attempt(model, call, dict.fromkeys(every, torch.export.Dim.AUTO))
+    free = every - fixed_sizes(looked, call)
     try:
-        return _attempt(model, call, names, {text: torch.export.Dim(text) for text in free})
+        return _attempt(model, call, {text: torch.export.Dim(text) for text in free})
     except Exception:
-        return _attempt(model, call, names, {})
+        return _attempt(model, call, {})
 
 
-def _attempt(
-    model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]], size_of: Mapping[str, Any]
-) -> torch.export.ExportedProgram:
+def _attempt(model: nn.Module, call: ForwardCall, size_of: Mapping[str, Any]) -> torch.export.ExportedProgram:
     """Trace with these dynamic sizes; each becomes at least 2, because torch treats a size of 1 as fixed."""
     grown, shapes = dict[int, torch.Tensor](), dict[int, dict[int, Any]]()
     for name, tensor in call.leaves:
         key, long = id(tensor), tensor
-        shapes[key] = {at: size_of[text] for at, text in names.get(name, {}).items() if text in size_of}
+        shapes[key] = {at: size_of[text] for at, text in call.sizes.get(name, {}).items() if text in size_of}
         for at in shapes[key]:
             long = torch.cat([long, long], at) if long.shape[at] == 1 else long
         grown[key] = long
@@ -231,9 +225,7 @@ def compile(
     checked(model)
     _fill_lazy(model, inputs)
     _materialise(model)
-    call = call_of(model, _real(inputs, model))
-    names = dynamic_names(call, dynamic)
-    signature = _signature(model, call, names)
+    signature = _signature(model, call_of(model, _real(inputs, model), dynamic))
     record(model, Recorded(inputs, dynamic, signature))
     if graph:
         model.compile(**(graph if isinstance(graph, Mapping) else {}))
@@ -281,12 +273,12 @@ def _outputs(model: nn.Module, call: ForwardCall, grown: Mapping[str, int]) -> l
     return tree_of(plain(found), lambda one: isinstance(one, (torch.Tensor, int, float)), "output")[1]
 
 
-def _signature(model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]]) -> Signature:
+def _signature(model: nn.Module, call: ForwardCall) -> Signature:
     first = _outputs(model, call, {})
     sizes: list[list[Size]] = [list(_shape(value)) for _, value in first]
     free: set[str] = set()
-    for text in dict.fromkeys(text for dims in names.values() for text in dims.values()):
-        where = {name: at for name, dims in names.items() for at, named in dims.items() if named == text}
+    for text in dict.fromkeys(text for dims in call.sizes.values() for text in dims.values()):
+        where = {name: at for name, dims in call.sizes.items() for at, named in dims.items() if named == text}
         length = next(tensor.shape[where[name]] for name, tensor in call.leaves if name in where)
         try:
             second = _outputs(model, call, where)
@@ -297,17 +289,11 @@ def _signature(model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[
             for at, (size, longer) in enumerate(zip(_shape(before), _shape(after), strict=True)):
                 if longer != size:
                     shape[at] = _text(text, longer - size, size - (longer - size) * length)
-    inputs = [
-        TensorSpec(
-            name,
-            tuple(
-                names[name][at] if names.get(name, {}).get(at) in free else size
-                for at, size in enumerate(tensor.shape)
-            ),
-            _dtype(tensor),
-        )
-        for name, tensor in call.leaves
-    ]
+    inputs = []
+    for name, tensor in call.leaves:
+        named = {at: text for at, text in call.sizes.get(name, {}).items() if text in free}
+        shape_of = tuple(named.get(at, size) for at, size in enumerate(tensor.shape))
+        inputs.append(TensorSpec(name, shape_of, _dtype(tensor)))
     outputs = [
         TensorSpec(name, tuple(shape), _dtype(value))
         for shape, (name, value) in zip(sizes, first, strict=True)

@@ -40,9 +40,11 @@ class ForwardCall:
     kwargs: Mapping[str, Any]
     arguments: tuple[Argument, ...]
     leaves: tuple[tuple[str, torch.Tensor], ...]
+    sizes: Mapping[str, Mapping[int, str]]
+    """Names of dynamic sizes by tensor and dimension."""
 
 
-def call_of(model: nn.Module, inputs: Any) -> ForwardCall:
+def call_of(model: nn.Module, inputs: Any, dynamic: Dynamic | None = None) -> ForwardCall:
     """Convert a tensor, a tuple of positional arguments, or a dict by name to a call; raises UsageError."""
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -56,7 +58,14 @@ def call_of(model: nn.Module, inputs: Any) -> ForwardCall:
         tree, own = tree_of(value, lambda one: isinstance(one, torch.Tensor), name, len(leaves))
         found.append(Argument(name, tree, positional))
         leaves.extend(own)
-    return ForwardCall(args, kwargs, tuple(found), tuple(leaves))
+    if dynamic is not None:
+        known = {name for name, _ in leaves}
+        if strange := sorted(set(dynamic) - known):
+            raise UsageError(f"unknown input {strange[0]!r}; known are {', '.join(sorted(known))}")
+        return ForwardCall(args, kwargs, tuple(found), tuple(leaves), dynamic)
+    firsts = [(name, tensor.shape[0]) for name, tensor in leaves if tensor.dim()]
+    sizes = {name: {0: BATCH} for name, size in firsts if size == firsts[0][1]}
+    return ForwardCall(args, kwargs, tuple(found), tuple(leaves), sizes)
 
 
 def _by_name(bound: inspect.BoundArguments, positional: int) -> Iterator[tuple[str, Any, bool]]:
@@ -73,17 +82,6 @@ def _by_name(bound: inspect.BoundArguments, positional: int) -> Iterator[tuple[s
         else:
             yield name, value, at < positional
             at += 1
-
-
-def dynamic_names(call: ForwardCall, dynamic: Dynamic | None) -> dict[str, dict[int, str]]:
-    """Return the names of dynamic sizes by tensor; by default the first size, if all inputs share it."""
-    known = {name for name, _ in call.leaves}
-    if dynamic is not None:
-        if strange := sorted(set(dynamic) - known):
-            raise UsageError(f"unknown input {strange[0]!r}; known are {', '.join(sorted(known))}")
-        return {name: dict(sizes) for name, sizes in dynamic.items()}
-    firsts = [(name, tensor.shape[0]) for name, tensor in call.leaves if tensor.dim()]
-    return {name: {0: BATCH} for name, size in firsts if size == firsts[0][1]}
 
 
 def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
@@ -197,11 +195,7 @@ class _Rewriting:
 
 
 def rewritten(
-    traced: torch.export.ExportedProgram,
-    call: ForwardCall,
-    names: Mapping[str, Mapping[int, str]],
-    *,
-    drop_unused: bool = False,
+    traced: torch.export.ExportedProgram, call: ForwardCall, *, drop_unused: bool = False
 ) -> LoweredProgram:
     """Return the program of a traced model; raises BlobError with all unsupported operators."""
     signature = traced.graph_signature
@@ -228,10 +222,10 @@ def rewritten(
     ]
     tensors, constants = _tensors(traced)
     inputs = _inputs(traced)
-    symbols = {str(size): text for size, text in _named_sizes(traced, call, names) if not _is_fixed(size)}
+    symbols = {str(size): text for size, text in _named_sizes(traced, call) if not _is_fixed(size)}
     result, outputs, output_specs = _result(traced, users, symbols)
     program = PackagedProgram(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
-    specs, fixed = _input_specs(traced, call, names), tuple(sorted(fixed_sizes(traced, call, names)))
+    specs, fixed = _input_specs(traced, call), tuple(sorted(fixed_sizes(traced, call)))
     if drop_unused:
         program, specs = _without_unused(program, specs)
     return LoweredProgram(program, program.to_json(), Signature(specs, output_specs), constants, fixed)
@@ -287,28 +281,22 @@ def _is_fixed(size: Any) -> bool:
     return isinstance(size, int) or str(size).isdigit()
 
 
-def fixed_sizes(
-    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
-) -> set[str]:
+def fixed_sizes(traced: torch.export.ExportedProgram, call: ForwardCall) -> set[str]:
     """Return the names of sizes that are fixed in some input."""
-    return {text for size, text in _named_sizes(traced, call, names) if _is_fixed(size)}
+    return {text for size, text in _named_sizes(traced, call) if _is_fixed(size)}
 
 
-def _named_sizes(
-    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
-) -> list[tuple[Any, str]]:
+def _named_sizes(traced: torch.export.ExportedProgram, call: ForwardCall) -> list[tuple[Any, str]]:
     """Return the traced sizes that have names."""
     shapes = _shapes(traced, call)
-    return [(shape[at], text) for name, _, shape in shapes for at, text in names.get(name, {}).items()]
+    return [(shape[at], text) for name, _, shape in shapes for at, text in call.sizes.get(name, {}).items()]
 
 
-def _input_specs(
-    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
-) -> tuple[TensorSpec, ...]:
+def _input_specs(traced: torch.export.ExportedProgram, call: ForwardCall) -> tuple[TensorSpec, ...]:
     """Return the input specs, with numbers for sizes that the model fixes."""
     found = []
     for name, tensor, shape in _shapes(traced, call):
-        known = names.get(name, {})
+        known = call.sizes.get(name, {})
         sizes = tuple(int(size) if _is_fixed(size) else known[at] for at, size in enumerate(shape))
         found.append(TensorSpec(name, sizes, _dtype(tensor)))
     return tuple(found)

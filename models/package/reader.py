@@ -234,7 +234,7 @@ def _states(
 
 def _of_module(module: Any) -> Iterable[str]:
     from torchrelay.checkpoint.format.dtypes import logical_dtype
-    from torchrelay.models.archive.states import checked, recorded_call, states_of
+    from torchrelay.models.archive.api import checked, recorded_call, states_of
 
     states = states_of(checked(module))
     yield f"{type(module).__module__}.{type(module).__qualname__}"

@@ -31,7 +31,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     names; a submodule that is itself named `module` keeps its name. Extra states that are not tensors are
     returned unchanged.
     """
-    from torchrelay.models.archive.states import entries_of
+    from torchrelay.models.archive.api import entries_of
 
     return {entry.name: _on_cpu(entry.value) for entry in entries_of(module)}
 

@@ -72,8 +72,8 @@ _HOMES = {
     "from_onnx": "models.onnx.importer.module",
     "fsdp_state": "checkpoint.state.module_leaves",
     "get_ckpt_filename": "checkpoint.manager.base",
-    "get_params": "models.archive.states",
-    "get_states": "models.archive.states",
+    "get_params": "models.archive.api",
+    "get_states": "models.archive.api",
     "import_checkpoint": "checkpoint.files.interop",
     "init": "runners.session.local",
     "load": "models.package.api",
@@ -141,7 +141,7 @@ if TYPE_CHECKING:
     from torchrelay.metadata.sql.handler import SqlHandler as SqlHandler
     from torchrelay.models.archive.api import load_states as load_states, save_states as save_states
     from torchrelay.models.archive.api import set_states as set_states
-    from torchrelay.models.archive.states import get_params as get_params, get_states as get_states
+    from torchrelay.models.archive.api import get_params as get_params, get_states as get_states
     from torchrelay.models.onnx.exporter.to_onnx import to_onnx as to_onnx
     from torchrelay.models.onnx.importer.module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.models.package.api import load as load, save as save

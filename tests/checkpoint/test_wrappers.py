@@ -21,7 +21,7 @@ from torchrelay import Job, JobRunner, LocalSession, export_checkpoint, max_epoc
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.state.names import submodule
-from torchrelay.models.archive.states import get_params
+from torchrelay.models.archive.api import get_params
 from torchrelay.runners.session.context import full_state_dict
 
 FROZEN = Path(__file__).resolve().parent.parent / "golden/epochs_wrapped"

@@ -24,7 +24,7 @@ import torchrelay
 from torchrelay.checkpoint.files.publish import Where, check_free, expanded, publish
 from torchrelay.errors import UsageError, install_command
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.models.archive.states import recorded_call
+from torchrelay.models.archive.api import recorded_call
 from torchrelay.models.onnx.exporter.graph import (
     Dynamic,
     Example,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.models.onnx.importer import tensors as limits
 from torchrelay.models.onnx.importer.graph import Graph, GraphNode
-from torchrelay.models.onnx.importer.tensors import check_entered
 from torchrelay.records import dataclass
 
 MAX_KNOWN = 4096
@@ -319,7 +319,11 @@ def _on_tensors(
     device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), around.device)
 
     def enter(inner: Graph, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        check_entered(f"graph {inner.name!r}", next(around.entered))
+        most = limits.MAX_ENTERED
+        if next(around.entered) > most:
+            raise UsageError(
+                f"graph {inner.name!r}: one call exceeded the limit of {most} runs of inner graphs"
+            )
         if id(inner) not in around.plans:
             around.plans[id(inner)] = plan_of(inner)
         outer = {name: known.get(name, values[name]) for name in inner.captured}

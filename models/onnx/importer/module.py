@@ -65,7 +65,7 @@ _MODULE = frozenset(dir(nn.Module()))
 """Also the instance attributes, such as `training` and `_modules`."""
 
 
-def paths_of(names: Iterable[str], taken: object) -> dict[str, Place]:
+def _paths_of(names: Iterable[str], taken: object) -> dict[str, Place]:
     """Return the path of each name below a root that has the attributes `taken`."""
     names = list(names)
     prefixes = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
@@ -75,14 +75,13 @@ def paths_of(names: Iterable[str], taken: object) -> dict[str, Place]:
     for name in names:
         *inside, last = name.split(".")
         odd = name in prefixes or any(not one or one in shadowing for one in (*inside, last))
+        found[name] = (tuple(inside), last)
         if odd or _EXPORTERS.fullmatch(name):
             short = re.sub(r"\W", "_", name, flags=re.ASCII)
             if not short or short in plain or short in _MODULE:
                 short = f"{short}_of_{len(plain)}"
             plain.add(short)
             found[name] = ((_ODD,), short)
-        else:
-            found[name] = (tuple(inside), last)
     return found
 
 
@@ -102,19 +101,18 @@ def keep(
             holder.register_buffer(last, tensors[name])
     odd = {f"{_ODD}.{last}": name for name, (inside, last) in paths.items() if inside == (_ODD,)}
     if odd:
-        root.register_state_dict_post_hook(_Renaming(odd, out=True))
-        root.register_load_state_dict_pre_hook(_Renaming(odd, out=False))
+        root.register_state_dict_post_hook(_Renaming(odd))
+        root.register_load_state_dict_pre_hook(_Renaming({name: inner for inner, name in odd.items()}))
 
 
 class _Renaming:
-    """Hook that replaces numbered names in a state dict by those of the file, or back."""
+    """Hook that replaces names in a state dict."""
 
-    def __init__(self, names: Mapping[str, str], out: bool) -> None:
-        self._names, self._out = dict(names), out
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for inner, name in self._names.items():
-            old, new = (inner, name) if self._out else (name, inner)
+        for old, new in self._names.items():
             if prefix + old in state:
                 state[prefix + new] = state.pop(prefix + old)
 
@@ -164,12 +162,10 @@ def trained_initializers(
     floats = {key: key for key in kept if content.initializers[key].dtype.is_floating_point}
     found = set(matching(floats, trainable))
     for key in floats:
-        tensor = content.initializers[key]
-        constant = tensor.numel() == 1 and _MADE_UP.fullmatch(key) is not None
+        tensor, uses = content.initializers[key], content.uses.get(key, ())
+        constant = tensor.numel() == 1 and _MADE_UP.fullmatch(key)
         if tensor.itemsize > 1 and not constant:  # float8 has no arithmetic for training
-            uses = content.uses.get(key, frozenset())
-            if any(at not in _WITHOUT_GRADIENT.get(operator, ()) for operator, at in uses):
-                found.add(key)
+            found |= {key for operator, at in uses if at not in _WITHOUT_GRADIENT.get(operator, ())}
     return frozenset(found)
 
 
@@ -213,10 +209,20 @@ _Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
 class OnnxModule(nn.Module):
     """The model of an ONNX file, with the names of the file's initializers in its state dict.
 
-    Call it with the inputs in order or by name; several outputs are returned as a tuple. It takes the
-    arguments of `from_onnx` and can be subclassed: `super().forward(x, aux=("v1",))` returns intermediate
-    values. Batch normalization and dropout follow `train()` and `eval()`; a file exported for training begins
-    in train mode.
+    Call it with the inputs in order or by name; several outputs are returned as a tuple. In a subclass,
+    `super().forward(x, aux=("v1",))` returns intermediate values. Batch normalization and dropout follow
+    `train()` and `eval()`; a file exported for training begins in train mode.
+
+    Args:
+        source: A path, the bytes of a file, a ModelProto, or the result of torch.onnx.export.
+        folder: Folder of the external data of a ModelProto or bytes.
+        outputs: Names of values that become the outputs; unused weights are dropped.
+        drop_last: Number of operators to remove at the end.
+        freeze: Patterns of parameters without gradients, such as `conv1.*`.
+        trainable: Patterns of one-element constants of exporters (`val_7`) to make parameters.
+
+    Example:
+        model = OnnxModule("resnet.onnx", drop_last=1)
     """
 
     def __init__(
@@ -246,10 +252,9 @@ class OnnxModule(nn.Module):
         self._inner_plans: dict[int, ExecutionPlan] = {}
         self._known: dict[int | str, tuple[torch.Tensor, int, Ints | None]] = {}
         self.signature = content.signature
-        kept = kept_initializers(content, self._plan(self._ends))
-        trained = trained_initializers(content, kept, trainable)
-        self._paths = paths_of(kept, self)
-        keep(self, self._paths, content.initializers, trained)
+        keys = kept_initializers(content, self._plan(self._ends))
+        self._paths = _paths_of(keys, self)
+        keep(self, self._paths, content.initializers, trained_initializers(content, keys, trainable))
         holder = Container()
         for at, tensor in enumerate(content.constants):
             holder.register_buffer(f"c{at}", tensor, persistent=False)

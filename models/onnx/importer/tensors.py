@@ -53,12 +53,6 @@ def check_turns(what: str, turns: int) -> None:
         raise UsageError(f"{what} exceeded the limit of {MAX_TURNS} iterations")
 
 
-def check_entered(what: str, count: int) -> None:
-    """Raise UsageError after more than MAX_ENTERED runs of inner graphs in one call."""
-    if count > MAX_ENTERED:
-        raise UsageError(f"{what}: one call exceeded the limit of {MAX_ENTERED} runs of inner graphs")
-
-
 def external_bytes(proto: Any, folder: Path | None, nbytes: int) -> torch.Tensor:
     """Read external data as uint8; UsageError for a place outside `folder`, DamagedError if it is short."""
     what = f"tensor {proto.name!r}"
@@ -103,7 +97,7 @@ def _read(path: Path, offset: int, nbytes: int, what: str) -> torch.Tensor:
     if not stat.S_ISREG(found.st_mode):
         os.close(file)
         raise UsageError(f"{what} is in {path}, which is not a regular file")
-    with open(file, "rb", buffering=0) as opened:
+    with open(file, "rb") as opened:
         if offset + nbytes > found.st_size:
             raise DamagedError(
                 f"{what} needs bytes {offset} to {offset + nbytes} of {path}, which has {found.st_size}"
@@ -111,12 +105,9 @@ def _read(path: Path, offset: int, nbytes: int, what: str) -> torch.Tensor:
         content = torch.empty(nbytes, dtype=torch.uint8)
         view = memoryview(content.numpy())  # type: ignore[arg-type]
         opened.seek(offset)
-        done = 0
-        while done < nbytes:
-            now = opened.readinto(view[done : done + 2**30])
-            if not now:
-                raise DamagedError(f"{what}: {path} ended after {offset + done} bytes")
-            done += now
+        done = opened.readinto(view)
+        if done < nbytes:
+            raise DamagedError(f"{what}: {path} ended after {offset + done} bytes")
     return content
 
 
