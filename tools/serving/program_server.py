@@ -34,8 +34,7 @@ from torchrelay.metadata.fs import read_json
 from torchrelay.models.package.api import save
 from torchrelay.models.package.reader import open_package
 from torchrelay.records import dataclass
-from torchrelay.runners.artifacts.rebuild import named
-from torchrelay.runners.artifacts.rebuild import rebuilt
+from torchrelay.runners.artifacts.rebuild import named, rebuilt
 from torchrelay.runners.programs.command_context import say
 from torchrelay.runners.programs.evaluate import Used, use
 from torchrelay.runners.programs.program import ProgramCommand, Samples
