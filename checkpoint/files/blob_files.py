@@ -35,12 +35,13 @@ from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed_all, without_prefix
 from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device
 from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, select
-from torchrelay.checkpoint.state.flatten import leaves_of, tensor_role
+from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, is_sharded, spec_of
 from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.restoration import restoration
-from torchrelay.checkpoint.state.tensor_checks import PlainTensors, plain_tensors
+from torchrelay.checkpoint.state.tensor_memory import PlainTensors, plain_tensors
+from torchrelay.checkpoint.state.tree_leaves import registered_role
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.cluster import check_blob_names
@@ -76,7 +77,7 @@ def content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> 
     names = list(blobs)
     entries = whole_entries(names, plain.forms, plain.memories, in_memory=True)
     firsts = {type(tensor): tensor for tensor in blobs.values()}
-    roles = {kind: str(tensor_role(tensor)) for kind, tensor in firsts.items()}
+    roles = {kind: str(registered_role(tensor)) for kind, tensor in firsts.items()}
     rows = openings(names, names, map(roles.__getitem__, map(type, blobs.values())))
     sealed = tensor_rows(rows, plain.forms)
     return FileContent(entries, {}, _values_text({}, {}, rows, sealed), {}, kept=plain)

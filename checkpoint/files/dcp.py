@@ -34,7 +34,7 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.lookup import Rename, choose, renamed_all, several_owners, split_name
 from torchrelay.checkpoint.load.tensors import TensorHandle
-from torchrelay.checkpoint.state.restore.gate import gate
+from torchrelay.checkpoint.state.steps import gate
 from torchrelay.errors import BlobError, FormatError, RelayError, StorageError, UsageError
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
-from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
-from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
+from torchrelay.checkpoint.state.steps import gate
+from torchrelay.checkpoint.state.tensor_memory import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
 from torchrelay.jobs.containers import is_container
@@ -226,7 +226,7 @@ class FileSource:
         loading.second()
         plan.finish()
         loaded = (*keys, *(name for name in specs if name not in plan.unexpected))
-        nbytes = in_place.nbytes + sum(read.spec.nbytes for read in plan.reads)
+        nbytes = sum(in_place.sizes) + sum(read.spec.nbytes for read in plan.reads)
         return LoadResult(loaded, plan.missing, plan.unexpected, nbytes)
 
     def _planned(

@@ -26,7 +26,7 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, dumps
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.codec import TableColumns
-from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.names import (
     LINEAGE,
     UPSTREAM,
@@ -86,7 +86,6 @@ def glance_or_notes(storage: Storage, entry: CommittedPosition) -> Glance:
 
 
 def _noted(storage: Storage, entry: CommittedPosition) -> Glance | None:
-    """The summary in the notes of a save; None without notes."""
     try:
         data = storage.read_range(stats_path(entry.attempt_name), 0, LARGE_BYTES + 1)
         said: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
@@ -97,7 +96,6 @@ def _noted(storage: Storage, entry: CommittedPosition) -> Glance | None:
 
 
 def _seen_in(text: str, what: str) -> Glance:
-    """The summary in the text of a manifest."""
     facts, end = _object(text, "facts", 0, what)
     stamp, end = _object(text, "format", end, what)
     canonical_json.check_stamp(stamp.values, what=what)
@@ -180,7 +178,6 @@ class EpochTable:
             yield self._line(name, kinds[rows[0]], scopes[rows[0]], rows, self.leaf_sizes.get(name, 0))
 
     def _line(self, name: str, kind: str, scope: str, rows: Sequence[int], nbytes: int) -> BlobLine:
-        """The line of a blob or leaf that has these rows."""
         single = rows and self._names[rows[0]] == name and kind == "tensor"
         dtypes, sources, shapes = self._columns
         return BlobLine(
@@ -202,7 +199,6 @@ class EpochTable:
         return found
 
     def _summed(self, column: Sequence[str]) -> Mapping[str, int]:
-        """Bytes by the names of a column."""
         sizes: dict[str, int] = defaultdict(int)
         aliases = {row for row, _ in self._leaves.fields.items("alias_of")}
         seen: set[str] = set()
@@ -239,7 +235,6 @@ def read_table(storage: Storage, entry: CommittedPosition) -> EpochTable:
 
 
 def _table(fields: Fields, what: str) -> EpochTable:
-    """Build the table from the fields of a manifest."""
     canonical_json.check_stamp(fields.values.get("format"), what=what)
     words = fields.texts("words")
     blobs, world = TableColumns(fields.fields("blobs"), words), fields.fields("world")
@@ -291,10 +286,16 @@ class BlobInfo:
 
         Reads shard headers, no tensors. If content differs between nodes, it covers that of all nodes.
         """
-        hashed = xxhash.xxh3_128()
+        reader, hashed = self._reader, xxhash.xxh3_128()
         for name in self.leaves:
-            for node in _owners(self._reader.manifest, name):
-                hashed.update(name.encode() + b"\0" + _content(self._reader, name, node) + b"\0")
+            rows = [reader.manifest.leaves[row] for row in reader.manifest.rows[name]]
+            alike = len(rows) == 1 and rows[0].scope not in ("rank", "host")
+            for node in [None] if alike else _names(reader.manifest, rows):
+                if reader.spec(name, node).kind == "value":
+                    content = dumps(reader.value_json(name, node))
+                else:
+                    content = bytes.fromhex(reader.digest(name, node))
+                hashed.update(name.encode() + b"\0" + content + b"\0")
         return str(hashed.hexdigest())
 
 
@@ -309,7 +310,20 @@ class Blobs(Mapping[str, BlobInfo]):
     def __getitem__(self, name: str) -> BlobInfo:
         if name not in self._rows:
             raise UnknownNameError(f"no blob {name!r}{nearest(name, self._rows)}")
-        return _blob_info(self._rows[name], self._leaves.get(name, []), self._reader)
+        blob, leaves = self._rows[name], self._leaves.get(name, [])
+        own = next((leaf for leaf in leaves if blob.kind == "tensor" and leaf.name == name), None)
+        sizes = {leaf.name: leaf.nbytes for leaf in leaves if leaf.alias_of is None}
+        return BlobInfo(
+            name,
+            blob.kind,
+            own.dtype if own else None,
+            own.shape if own else None,
+            blob.scope,
+            sum(sizes.values()),
+            _names(self._reader.manifest, leaves),
+            tuple(dict.fromkeys(leaf.name for leaf in leaves)),
+            self._reader,
+        )
 
     @cached_property
     def _leaves(self) -> dict[str, list[LeafRow]]:
@@ -352,42 +366,9 @@ def leaf_info(manifest: Manifest, leaf: LeafRow) -> LeafInfo:
     )
 
 
-def _blob_info(blob: BlobRow, leaves: Sequence[LeafRow], reader: LeafReader) -> BlobInfo:
-    """Describe a blob by its leaves."""
-    own = next((leaf for leaf in leaves if blob.kind == "tensor" and leaf.name == blob.name), None)
-    sizes = {leaf.name: leaf.nbytes for leaf in leaves if leaf.alias_of is None}
-    return BlobInfo(
-        blob.name,
-        blob.kind,
-        own.dtype if own else None,
-        own.shape if own else None,
-        blob.scope,
-        sum(sizes.values()),
-        _names(reader.manifest, leaves),
-        tuple(dict.fromkeys(leaf.name for leaf in leaves)),
-        reader,
-    )
-
-
 def _names(manifest: Manifest, leaves: Sequence[LeafRow]) -> tuple[str, ...]:
-    """The names of the nodes that have these leaves."""
     numbers = sorted({number for leaf in leaves for number in manifest.nodes_of(leaf)})
     return tuple(manifest.world.names[number] for number in numbers)
-
-
-def _owners(manifest: Manifest, name: str) -> list[str | None]:
-    """The nodes with their own content of a leaf; one None for content that all share."""
-    rows = [manifest.leaves[row] for row in manifest.rows[name]]
-    if len(rows) == 1 and rows[0].scope not in ("rank", "host"):
-        return [None]
-    return list(_names(manifest, rows))
-
-
-def _content(reader: LeafReader, name: str, node: str | None) -> bytes:
-    """Digest of a tensor's bytes, or the JSON of a value."""
-    if reader.spec(name, node).kind == "value":
-        return dumps(reader.value_json(name, node))
-    return bytes.fromhex(reader.digest(name, node))
 
 
 def records_in(checkpoint: Checkpoint) -> dict[str, Any]:

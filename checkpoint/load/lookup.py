@@ -23,11 +23,7 @@ _NEIGHBOURS = 1000
 
 
 def split_name(name: str, nodes: Iterable[str]) -> tuple[str | None, str]:
-    """Split `trainer_1:total` into (node, name); the node is None for a plain name.
-
-    Node names may contain colons, blob names do not: the last colon divides. Raises UsageError for an unknown
-    node.
-    """
+    """Split `trainer_1:total` at the last colon (node names may have some) into node, or None, and name."""
     node, colon, rest = name.rpartition(":")
     if not colon:
         return None, name
@@ -38,10 +34,7 @@ def split_name(name: str, nodes: Iterable[str]) -> tuple[str | None, str]:
 
 
 def find_row(manifest: Manifest, name: str, node: str | None = None) -> int:
-    """The row of a leaf as `node` has it, aliases followed.
-
-    Raises UsageError, listing alternatives, for an unknown name, and without a node for one that differs.
-    """
+    """The row of a leaf as `node` has it, aliases followed; raises UsageError that lists alternatives."""
     rows = manifest.rows.get(name)
     if rows is None and any(blob.name == name for blob in manifest.blobs):
         remedy = f"load it into an object, or use {name + '.*'!r}"
@@ -49,7 +42,14 @@ def find_row(manifest: Manifest, name: str, node: str | None = None) -> int:
     if rows is None:
         raise UsageError(f"no leaf {name!r}{nearest(name, manifest.rows)}")
     if len(rows) > 1:
-        rows = _of_node(manifest, name, rows, node)
+        number = manifest.world.number.get(node) if node is not None else None
+        having = {row: manifest.nodes_of(manifest.leaves[row]) for row in rows}
+        rows = tuple(row for row, nodes in having.items() if number in nodes)
+        if not rows:
+            every = sorted({one for nodes in having.values() for one in nodes})
+            some = ", ".join(f"{manifest.world.names[one]}:{name}" for one in every[:4])
+            more = ", ..." if every[4:] else ""
+            raise UsageError(f"{name!r} differs in kind or form between nodes: use {some}{more}")
     leaf = manifest.leaves[rows[0]]
     return rows[0] if leaf.alias_of is None else find_row(manifest, leaf.alias_of, node)
 
@@ -118,10 +118,7 @@ def several_owners(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def node_for(manifest: Manifest, name: str, nodes: Nodes) -> str | None:
-    """The node whose value of a leaf is taken; None if it has one value.
-
-    Raises UsageError if it has several and `nodes` chooses none.
-    """
+    """The node whose value is taken, None if it has one value; raises UsageError if `nodes` chooses none."""
     owners = several_owners(manifest, name)
     if not owners:
         return None
@@ -173,10 +170,7 @@ def own_names(manifest: Manifest, leaf: LeafRow, layout: Layout) -> str:
 
 
 def nearest_directory(path: Path) -> str:
-    """Part of a message: a directory with a similar name beside a path that does not exist.
-
-    Looks at a limited number of neighbours.
-    """
+    """Part of a message: a directory with a similar name, among some neighbours of a missing path."""
     with suppress(OSError, ValueError), os.scandir(path.parent) as beside:
         some = islice(beside, _NEIGHBOURS)
         names = [one.name for one in some if one.name.isprintable() and _names_directory(one)]
@@ -191,19 +185,6 @@ def _names_directory(one: os.DirEntry[str]) -> bool:
         return one.is_dir()
     except OSError:
         return False
-
-
-def _of_node(manifest: Manifest, name: str, rows: tuple[int, ...], node: str | None) -> tuple[int, ...]:
-    """The rows of a leaf that `node` has."""
-    number = manifest.world.number.get(node) if node is not None else None
-    found = tuple(row for row in rows if number in manifest.nodes_of(manifest.leaves[row]))
-    if found:
-        return found
-    nodes = sorted({n for row in rows for n in manifest.nodes_of(manifest.leaves[row])})
-    some = ", ".join(f"{manifest.world.names[n]}:{name}" for n in nodes[:4])
-    raise UsageError(
-        f"{name!r} differs in kind or form between nodes: use {some}{', ...' if nodes[4:] else ''}"
-    )
 
 
 NOWHERE = ""
@@ -309,10 +290,7 @@ def renamed(name: str, rename: Rename | None) -> str:
 
 
 def without_prefix(names: Iterable[str], prefix: str, plain: Callable[[str], str] = str) -> dict[str, str]:
-    """Names by their remainder after a prefix; `plain` converts them first.
-
-    Raises UsageError for a prefix that no name begins with, an empty remainder, and a duplicate one.
-    """
+    """Names, after `plain`, by their rest after a prefix; raises UsageError unless the rests are distinct."""
     known, found = list(names), dict[str, str]()
     if known and not any(name.startswith(prefix) for name in known):
         raise UsageError(f"no name begins with prefix={prefix!r}{nearest(prefix, known)}")
@@ -365,23 +343,15 @@ def _instead(manifest: Manifest, text: str, kind: str) -> str:
     """End of a message: a match of another kind, else the closest name."""
     others = [name for name in manifest.rows if matches(name, text)]
     if not others:
-        return nearest(text, _candidates(manifest, kind))
+        leaves = [leaf for leaf in manifest.leaves if leaf.kind == kind]
+        own = {
+            f"{manifest.world.names[node]}:{leaf.name}"
+            for leaf in leaves
+            if isinstance(layout := manifest.layouts[leaf.layout], PerNode)
+            for node in layout.nodes[:1]
+        }
+        return nearest(text, [*(one.name for one in leaves), *own, *(one.name for one in manifest.blobs)])
     some = ", ".join(map(repr, others[:4])) + (f", ... ({len(others)} leaves)" if others[4:] else "")
     found, verb = ("value", "load_values") if kind == "tensor" else ("tensor", "load_tensors")
     are = f"are {found}s" if others[1:] else f"is a {found}"
     return f": {some} {are} (use {verb})"
-
-
-def _candidates(manifest: Manifest, kind: str) -> list[str]:
-    """Candidates for a suggestion."""
-    own = {
-        f"{manifest.world.names[node]}:{leaf.name}"
-        for leaf in manifest.leaves
-        if leaf.kind == kind and isinstance(layout := manifest.layouts[leaf.layout], PerNode)
-        for node in layout.nodes[:1]
-    }
-    return [
-        *(leaf.name for leaf in manifest.leaves if leaf.kind == kind),
-        *own,
-        *(b.name for b in manifest.blobs),
-    ]

@@ -15,7 +15,6 @@ import torch
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
-from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.position import EVERYTHING, CommittedPosition, matches_any
 from torchrelay.checkpoint.format.shard.entries import form_of
@@ -37,7 +36,14 @@ from torchrelay.checkpoint.load.lookup import (
     whose,
 )
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.load.renaming import LoadResult, Renaming, blob_of, checked_objects, of_objects
+from torchrelay.checkpoint.load.renaming import (
+    LoadResult,
+    Renaming,
+    blob_of,
+    checked_objects,
+    of_objects,
+    spec_of_row,
+)
 from torchrelay.checkpoint.load.tensors import (
     Cast,
     Loading,
@@ -51,9 +57,9 @@ from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
-from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
-from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
+from torchrelay.checkpoint.state.steps import gate
+from torchrelay.checkpoint.state.tensor_memory import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.containers import item_of, within
@@ -71,8 +77,6 @@ class _NamedLeaf:
 
 @dataclass(frozen=True)
 class _Wish:
-    """Options of a load of objects; see `Checkpoint.load`."""
-
     strict: bool
     rename: Rename | None
     nodes: Nodes
@@ -120,15 +124,12 @@ def _in_place(reader: LeafReader, entry: CommittedPosition, objects: Mapping[str
     for name in objects:
         rows = manifest.rows.get(name, ())
         leaf = manifest.leaves[rows[0]] if len(rows) == 1 else None
-        if leaf is None or leaf.blob != name or times[name] > 1 or leaf.role not in _BLOBS:
+        if leaf is None or leaf.blob != name or times[name] > 1 or leaf.role not in ("tensor", "parameter"):
             continue
         if leaf.group in entry.groups and reader.holder(rows[0]) is not None:
             found.append(leaf)
     forms = [form_of(leaf.dtype or "", leaf.shape) for leaf in found]
     return fitting(objects, [leaf.name for leaf in found], forms)
-
-
-_BLOBS = ("tensor", "parameter")
 
 
 def _plan(
@@ -138,7 +139,11 @@ def _plan(
     settled, rename = in_place.tensors, wish.rename
     rest = in_place.rest(objects)
     found = _find(reader, rest, wish, settled)
-    _check_blobs(reader, rest, found, rename)
+    blobs = [blob.name for blob in reader.manifest.blobs]
+    known = {*blobs, *(one.spec.blob for one in found.values())}
+    for name in rest:
+        if name not in known:  # most likely misspelt
+            raise UsageError(f"no blob {name!r}{nearest(name, [renamed(blob, rename) for blob in blobs])}")
     kept = _excluded(reader.manifest, rest, wish) if wish.exclude else []
     check_kept(reader, entry, [one.stored for one in found.values()])
     json = {
@@ -322,33 +327,14 @@ def _names(renaming: Renaming, objects: Mapping[str, Any], wish: _Wish) -> dict[
 
 def _spec(manifest: Manifest, number: int, stored: str, name: str, blob: str, source: str) -> LeafSpec:
     """A stored leaf under its new name; `source` is the first of the names that share its bytes."""
-    row, own = manifest.leaves[number], manifest.leaves[manifest.rows[stored][0]]
-    layout = manifest.layouts[row.layout]
-    alias = None if source == name else source
-    return LeafSpec(
+    own = manifest.leaves[manifest.rows[stored][0]]
+    return replace(
+        spec_of_row(manifest.leaves[number], manifest),
         name=name,
         blob=blob,
         role=Role(own.role),
-        group=row.group,
-        kind="tensor" if row.kind == "tensor" else "value",
-        dtype=row.dtype,
-        shape=row.shape,
-        nbytes=row.nbytes,
-        alias_of=alias,
-        sharding=layout if isinstance(layout, Mesh) else None,
+        alias_of=None if source == name else source,
         frozen=own.frozen,
-        order=row.order,
+        order_changed=False,
         device=own.device,
-        same_as=row.same_as,
     )
-
-
-def _check_blobs(
-    reader: LeafReader, objects: Mapping[str, Any], found: Mapping[str, _NamedLeaf], rename: Rename | None
-) -> None:
-    """Raise for an object of which nothing is stored: most likely a misspelt name."""
-    known = {blob.name for blob in reader.manifest.blobs} | {one.spec.blob for one in found.values()}
-    for name in objects:
-        if name not in known:
-            there = [renamed(blob.name, rename) for blob in reader.manifest.blobs]
-            raise UsageError(f"no blob {name!r}{nearest(name, there)}")

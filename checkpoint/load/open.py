@@ -39,10 +39,7 @@ class CheckpointLocation:
 
 
 def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
-    """Find the checkpoints of a run directory (it has `checkpoints/`), a `db_prefix`, or a storage.
-
-    Raises UsageError for anything else.
-    """
+    """The checkpoints of a run directory, a `db_prefix` or a storage; raises UsageError for all else."""
     if isinstance(where, Storage):
         return CheckpointLocation(CountingStorage(where))
     if not isinstance(where, (str, os.PathLike)):
@@ -58,7 +55,11 @@ def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
     path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
     there = is_directory(path)
     if not there:
-        why = "a file" if there is False else f"not there{_meant(path)}"
+        run, at, epoch = str(path).rpartition("@")
+        meant = f" (did you mean {run}, and {epoch!r} as the epoch?)"
+        if not (at and run and Path(run).is_dir()):
+            meant = nearest_directory(path)
+        why = "a file" if there is False else f"not there{meant}"
         raise UsageError(f"{path} is {why}: give a run directory")
     if is_directory(path / "checkpoints"):
         return CheckpointLocation(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
@@ -75,16 +76,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
     return CheckpointLocation(CountingStorage(storage))
 
 
-def _meant(path: Path) -> str:
-    """Part of a message for `RUN EPOCH` given as one path."""
-    run, at, epoch = str(path).rpartition("@")
-    if at and run and Path(run).is_dir():
-        return f" (did you mean {run}, and {epoch!r} as the epoch?)"
-    return nearest_directory(path)
-
-
 def _best_at(run: Storage) -> Best | None:
-    """The metric for `best` of a run directory."""
     try:
         said = json.loads(run.read_range("run.json", 0, run.stat("run.json") or 0)).get("best")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -147,14 +139,7 @@ def candidates(
         raise UsageError(
             f'invalid best={chosen!r}: expected a metric and a direction, such as ("val/acc", "max")'
         )
-    return _by_metric(place, line, chosen, say)
-
-
-def _by_metric(
-    place: CheckpointLocation, line: Sequence[CommittedPosition], best: Best, say: Say
-) -> Sequence[CommittedPosition]:
-    """Epochs with a value of the metric, best first."""
-    name, mode = best
+    name, mode = chosen
     found: dict[str, float] = {}
     known: set[str] = set()
     for entry in line:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import nearest
@@ -24,13 +22,13 @@ from torchrelay.checkpoint.load.lookup import (
 )
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.reads.shared_reads import options_of
+from torchrelay.checkpoint.load.renaming import spec_of_row
 from torchrelay.checkpoint.load.reshard import same_nodes
-from torchrelay.checkpoint.load.resume import spec_of_row
 from torchrelay.checkpoint.load.tensors import Loading, TensorRead
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
-from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.steps import gate
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import Clock, patience_secs
 from torchrelay.errors import MissingShardError, UsageError
@@ -89,6 +87,13 @@ def load_some(
             return str(error)
         return None
 
+    def install() -> None:
+        loading.second()
+        for plan in plans:
+            for name, value in plan.restoration.finish().items():
+                renamed = plan.target + name.removeprefix(plan.blob) if name.startswith(plan.blob) else name
+                plan.workspace.set_loaded(renamed, value)
+
     with clock.spent("prove"):
         found = together(session.peers, "partial load: check", prepare)
         why = next((one for one in found if one is not None), None)
@@ -100,7 +105,6 @@ def load_some(
             together(session.peers, "partial load: verify", loading.first, deadline_secs=patience)
         with clock.spent("read"):
             gate()
-            install = partial(_install, loading, plans)
             together(session.peers, "partial load: read", install, deadline_secs=patience)
     path = f"{storage.url}/{stored_name(session.local_nodes[0].name)}.{manifest.position}"
     size = sum(read.spec.nbytes for plan in plans for read in plan.restoration.reads)
@@ -177,7 +181,6 @@ def _plan(
     target: str,
     node: str | None,
 ) -> _Plan:
-    """Plan the load of a part into a workspace."""
     specs, values = {}, {}
     for leaf in leaves:
         row = find_row(reader.manifest, leaf, node)
@@ -206,17 +209,3 @@ def _plan(
         same_content=lambda one, other: reader.same_content((one, node), (other, node)),
     )
     return _Plan(workspace, blob, target, node, restoration(objects, specs, values, options))
-
-
-def _install(loading: Loading, plans: Sequence[_Plan]) -> None:
-    """Put loaded values into the workspaces."""
-    loading.second()
-    for plan in plans:
-        created: dict[str, Any] = plan.restoration.finish()
-        for name, value in created.items():
-            plan.workspace.set_loaded(_renamed(name, plan), value)
-
-
-def _renamed(name: str, plan: _Plan) -> str:
-    """The name of a stored leaf in the workspace."""
-    return plan.target + name.removeprefix(plan.blob) if name.startswith(plan.blob) else name

@@ -18,11 +18,12 @@ from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.position import Patterns, Position, matches_any
 from torchrelay.checkpoint.format.value_decoding import renamed_references
 from torchrelay.checkpoint.load.lookup import Rename, names_apart, pattern_list, renamed
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
+from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.state.module_leaves import PARAMS, groups_prefix, state_prefix
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import objects_inside
@@ -71,10 +72,7 @@ def blob_of(name: str, objects: Collection[str]) -> str | None:
 
 
 def of_objects(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
-    """Those leaf names that belong to some object, in their order.
-
-    Finds the names below few objects by binary search instead of testing every name.
-    """
+    """Those names that belong to some object, in their order."""
     if not objects:
         return []
     names = list(names)
@@ -188,16 +186,23 @@ def owner_of(name: str, blob: str, parameters: Collection[str]) -> tuple[str, st
     return "", rest
 
 
+def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
+    """A stored leaf in the form that planning and checks use."""
+    layout = manifest.layouts[row.layout]
+    return LeafSpec(
+        row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",
+        row.dtype, row.shape, row.nbytes, row.alias_of, layout if isinstance(layout, Mesh) else None,
+        row.frozen, row.order, row.order_changed, row.device, row.same_as,
+    )  # fmt: skip
+
+
 def renamed_manifest(manifest: Manifest, rename: Mapping[str, str], blobs: Iterable[str]) -> Manifest:
     """The manifest under current names; see `Renaming`."""
     return Renaming(manifest, rename, frozenset(blobs)).renamed_manifest if rename else manifest
 
 
 def excluded_leaves(manifest: Manifest, patterns: Collection[str]) -> Callable[[str], bool]:
-    """A test whether a leaf, stored or of an object, matches the patterns.
-
-    Optimizer state of a parameter matches with the parameter.
-    """
+    """A test whether patterns match a leaf, stored or of an object; state matches with its parameter."""
     renaming = Renaming(manifest)
     stored = {leaf.name for leaf in manifest.leaves if renaming.excludes(leaf, patterns)}
     return lambda name: name in stored or matches_any(name, patterns)
@@ -288,11 +293,11 @@ class LoadChanges:
     @staticmethod
     def of_all(parts: Iterable[Json]) -> LoadChanges:
         """Merge the changes of all nodes; a blob is gone if no node has it any more."""
-        found, told = LoadChanges(), list(parts)
-        for part in told:
+        found, known = LoadChanges(), list(parts)
+        for part in known:
             for name, one in part.items():
                 getattr(found, name).update(one)
-        found.gone.intersection_update(*(part["gone"] for part in told))
+        found.gone.intersection_update(*(part["gone"] for part in known))
         return found
 
     def lines(self, position: Position) -> list[str]:
@@ -324,5 +329,4 @@ class LoadChanges:
 
 
 def _some(names: Collection[str]) -> str:
-    """The first names, for a message."""
     return ", ".join(sorted(names)[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

@@ -106,14 +106,19 @@ def assign(
     choice = _Choice(manifest, place, tuple(nodes), members, reader, anywhere)
     found = choice.found
     here = same_nodes(manifest, nodes)
-    for name, rows in manifest.rows.items():
+    wanted = ((n, rows) for n, rows in manifest.rows.items() if manifest.leaves[rows[0]].blob not in without)
+    for name, rows in wanted:
         own = choice.own_row(rows)
-        if choice.blob_of(name) in without:
-            continue
         if manifest.leaves[rows[0]].role == "rng":
             found.random += [name] if own is not None else []
         elif manifest.leaves[rows[0]].role == "gradient":
-            choice.take_gradient(manifest.leaves[rows[0] if own is None else own], own=own, here=here)
+            leaf = manifest.leaves[rows[0] if own is None else own]
+            # Each node of the epoch takes its own, others one that all had alike, or none.
+            if own is not None if here else manifest.is_shared(leaf):
+                found.gradients[name] = leaf
+                choice.take_value(leaf)
+            elif not here:
+                found.lost_gradients = True
         elif here and own is not None:
             choice.take(manifest.leaves[own])
         elif here:
@@ -178,11 +183,9 @@ class _Choice:
     """One leaf of each blob."""
 
     def blob_of(self, name: str) -> str:
-        """The blob of a leaf."""
         return self._first(name).blob
 
     def own_row(self, rows: Sequence[int]) -> int | None:
-        """The row of this node among those of a leaf."""
         number = self.manifest.world.number.get(self.place.name)
         for row in rows:
             if number is not None and number in self.manifest.owners_of(self.manifest.leaves[row]):
@@ -190,19 +193,10 @@ class _Choice:
         return None
 
     def take(self, leaf: LeafRow) -> None:
-        """Take a leaf, as this node has it."""
         self.found.rows[leaf.name] = leaf
-        self._take_value(leaf)
+        self.take_value(leaf)
 
-    def take_gradient(self, leaf: LeafRow, *, own: int | None, here: bool) -> None:
-        """Take a gradient: each node of the epoch its own, others one that all had alike, or none."""
-        if own is not None if here else self.manifest.is_shared(leaf):
-            self.found.gradients[leaf.name] = leaf
-            self._take_value(leaf)
-        elif not here:
-            self.found.lost_gradients = True
-
-    def _take_value(self, leaf: LeafRow) -> None:
+    def take_value(self, leaf: LeafRow) -> None:
         if leaf.kind == "value" and leaf.alias_of is None:
             known = self.place.name in self.manifest.world.number
             value = self.reader.value_json(leaf.name, self.place.name if known else None)
@@ -210,7 +204,7 @@ class _Choice:
 
     def leave(self, name: str) -> None:
         """Leave a leaf to its owners, which are nodes of this job. An object here may have it too."""
-        leaf = self.manifest.leaves[self.manifest.rows[name][0]]
+        leaf = self._first(name)
         if leaf.scope == "sharded":
             self.found.offered.add(name)
             self.take(leaf)
@@ -242,7 +236,7 @@ class _Choice:
 
     def decide(self, unit: Sequence[str]) -> None:
         """Decide on leaves that belong together, if the nodes differ from those of the epoch."""
-        leaves = [self.manifest.leaves[self.manifest.rows[name][0]] for name in unit]
+        leaves = list(map(self._first, unit))
         if all(map(self.manifest.is_shared, leaves)):
             for leaf in leaves:
                 self.take(leaf)
@@ -265,10 +259,7 @@ class _Choice:
             self._take_own(own)
 
     def _decide_unregistered(self, own: Mapping[str, int | None]) -> None:
-        """Leave what `init` made, which has no policy, to its owners, if all are present.
-
-        What other nodes register, and `init` did not make, those nodes decide.
-        """
+        """Leave what `init` made to its owners, if all are here; what others register, they decide."""
         blob, made = self.blob_of(next(iter(own))), self.manifest.facts.made_by_init
         if blob in self.anywhere and made is not None and blob not in made:
             return
@@ -286,10 +277,7 @@ class _Choice:
                 self.take(self.manifest.leaves[row])
 
     def _only_buffers_differ(self, leaves: Sequence[LeafRow]) -> bool:
-        """Whether all differing leaves are buffers of a module that all nodes have, or copies of such.
-
-        Such buffers are running statistics, which differ only because each node had other batches.
-        """
+        """Whether only buffers that all nodes have differ: statistics of the batches of each."""
         everybody = len(self.manifest.world.nodes)
         return all(
             self.manifest.is_shared(leaf)
@@ -306,12 +294,10 @@ class _Choice:
 
     @cached_property
     def _buffers(self) -> set[tuple[str, str | None, tuple[int, ...]]]:
-        """Name, dtype and shape of the buffers of all modules."""
         buffers = [leaf for leaf in self.manifest.leaves if leaf.role == "buffer"]
         return {(leaf.name[len(leaf.blob) + 1 :], leaf.dtype, leaf.shape) for leaf in buffers}
 
     def _take_own_or_first(self, leaves: Sequence[LeafRow]) -> None:
-        """Take this node's own value, or, on a new node, that of the first owner."""
         for leaf in leaves:
             own = self.own_row(self.manifest.rows[leaf.name])
             if not self.manifest.is_shared(leaf):
@@ -328,7 +314,7 @@ class _Choice:
                 f"{leaf.name!r}; use one of {', '.join(RESHARD_POLICIES)}"
             )
         try:
-            values = {node: _content(leaf, self.reader, node) for node in self._owners(leaf.name)}
+            values = {node: self._content(leaf, node) for node in self._owners(leaf.name)}
         except FormatError as error:
             raise UsageError(
                 f"blob {leaf.blob!r}: a reshard callable can make tensors and plain values, and this has "
@@ -337,12 +323,19 @@ class _Choice:
         self.found.kept.add(leaf.name)
         self.found.computed[leaf.name] = policy(values, self.place)
 
+    def _content(self, leaf: LeafRow, node: str) -> Any:
+        """The value or tensor of one node of the epoch."""
+        if leaf.kind == "value":
+            return self.reader.value(leaf.name, node)
+        spec = self.reader.spec(leaf.name, node)
+        tensor = torch.empty(spec.shape, dtype=torch_dtype(by_name(str(spec.dtype))))
+        self.reader.read_into(leaf.name, memory_of(tensor), node)
+        return tensor
+
     def _owners(self, name: str) -> list[str]:
-        """Names of the nodes that own a leaf."""
         return owner_names(self.manifest, name)
 
     def _refuse(self, unit: Sequence[str]) -> None:
-        """Note leaves without a policy, for the error."""
         shared = (name for name in unit if not self.manifest.is_shared(self._first(name)))
         name = next(shared, unit[0])
         self.refused.setdefault(self._first(name).blob, name)
@@ -357,29 +350,18 @@ def owner_names(manifest: Manifest, name: str) -> list[str]:
     return [manifest.world.nodes[node] for node in sorted(found)]
 
 
-def _content(leaf: LeafRow, reader: LeafReader, node: str) -> Any:
-    """The value or tensor of one node of the epoch."""
-    if leaf.kind == "value":
-        return reader.value(leaf.name, node)
-    spec = reader.spec(leaf.name, node)
-    tensor = torch.empty(spec.shape, dtype=torch_dtype(by_name(str(spec.dtype))))
-    reader.read_into(leaf.name, memory_of(tensor), node)
-    return tensor
-
-
 def _refusal(
     manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str], anywhere: Collection[str]
 ) -> str:
-    """The message about all blobs without a policy."""
-    told, nowhere = [], sorted(refused.keys() - anywhere)
+    lines, nowhere = [], sorted(refused.keys() - anywhere)
     leave = f"; if no node registers it, leave it out: resume_exclude={nowhere}" if nowhere else ""
     for blob, leaf in sorted(refused.items()):
         owners = owner_names(manifest, leaf)
         some = ", ".join(owners[:4]) + (f", ... ({len(owners)} nodes)" if owners[4:] else "")
-        told.append(f"{blob!r} ({'it' if leaf == blob else leaf} belongs to {some})")
+        lines.append(f"{blob!r} ({'it' if leaf == blob else leaf} belongs to {some})")
     return (
         f"the epoch was saved by {len(manifest.world.nodes)} nodes, and now there are {len(nodes)}, "
         f"{', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''}. Not all nodes share blob "
-        f"{', '.join(told)}: register it with a policy, such as reshard='by_rank': nodes load their own, "
+        f"{', '.join(lines)}: register it with a policy, such as reshard='by_rank': nodes load their own, "
         f"new ones keep the program's value{leave}"
     )

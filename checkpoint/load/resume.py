@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
-from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.position import EVERYTHING, Selection
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
@@ -26,6 +25,7 @@ from torchrelay.checkpoint.load.renaming import (
     gone_blobs,
     may_be_renamed,
     new_blobs,
+    spec_of_row,
 )
 from torchrelay.checkpoint.load.reshard import (
     Assigned,
@@ -37,12 +37,9 @@ from torchrelay.checkpoint.load.reshard import (
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.state.checkpoint_set import RNG_BLOB, SetMember, left_out
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.gradients import REMEDY
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.reads import Read, form
 from torchrelay.checkpoint.state.restore.container import change_container
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
-from torchrelay.checkpoint.state.restore.gradients import Gradients
+from torchrelay.checkpoint.state.restore.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.restore.restoration import (
     Restoration,
     restoration,
@@ -50,6 +47,7 @@ from torchrelay.checkpoint.state.restore.restoration import (
     restore_requires_grad,
     stay_as_built,
 )
+from torchrelay.checkpoint.state.tensor_memory import Read, form
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import Clock, patience_secs, progress
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
@@ -124,8 +122,6 @@ class LoadJob:
 
 @dataclass
 class _NodeLoad:
-    """The load of one hosted node."""
-
     place: NodePlace
     stored: str
     assigned: Assigned
@@ -186,18 +182,15 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
         _read_all(job, reader, loads, shared)
         changed = [name for load in loads for name in load.relearning]
         new = [f"{name} of {load.place}" for load in loads for name in load.new_generators]
-        path = f"{job.storage.url}/{{}}.{job.manifest.position}"
-        times = [
-            {"node": one.stored, "path": path.format(one.stored), "bytes": one.bytes, "secs": one.clock.secs}
-            for one in loads
-        ]
+        where = f"{job.storage.url}/{{}}.{job.manifest.position}"
+        times = [[one.stored, where.format(one.stored), one.bytes, one.clock.secs] for one in loads]
         turned = [name for load in loads for name in load.turned]
         return {"times": times, "requires_grad": changed, "turned": turned, "new_generators": new}
 
     done = together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
     times = [part["times"] for part in done]
     if job.session.peers.rank == 0:
-        for what, text in _TOLD.items():
+        for what, text in _WARNINGS.items():
             names = list(dict.fromkeys(name for part in done for name in part[what]))
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -205,10 +198,10 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
     reader.shards.forget()  # the target may live as long as the run
     streams = {load.place.name: load.streams for load in loads}
     gradients = {load.place.name: load.gradients for load in loads}
-    return streams, gradients, NodeStats(NodeTimes(**row) for part in times for row in part), changes
+    return streams, gradients, NodeStats(NodeTimes(*row) for part in times for row in part), changes
 
 
-_TOLD = {
+_WARNINGS = {
     "requires_grad": "requires_grad of {} is as it was saved, and not as the program built it; to "
     "change it, set it at the top of an epoch's task. DistributedDataParallel "
     "averages only gradients of parameters that required them when it was constructed",
@@ -234,7 +227,13 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace, exclude: tuple[
         }
         changes = _changes(job, registered)
         excluded = excluded_leaves(job.manifest, exclude) if exclude else lambda name: False
-        assigned = _assigned(job, reader, place, members, changes, excluded)
+        without = changes.gone | job.target.lost_blobs
+        if place.name in job.saved:
+            here = replace(place, name=stored)
+            assigned = assign(job.manifest, here, job.nodes, members, reader, job.anywhere, without, excluded)
+        else:
+            changes.unsaved.add(place.name)
+            assigned = assign_replicated(job.manifest, place, members, reader, without)
         changes.buffers.update(assigned.buffers)
         _check_computed(place, entries, assigned.computed)
         left = assigned.kept | job.target.lost_blobs
@@ -242,8 +241,8 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace, exclude: tuple[
         specs = {name: spec_of_row(row, job.manifest) for name, row in assigned.rows.items()}
         kept = assigned.kept | (left_out(objects, job.selection) - set(specs))
         if exclude:
-            here = (one.name for one in leaves_of(objects))
-            changes.excluded.update(filter(excluded, [*specs, *here, *assigned.excluded]))
+            own = (one.name for one in leaves_of(objects))
+            changes.excluded.update(filter(excluded, [*specs, *own, *assigned.excluded]))
             specs = {name: spec for name, spec in specs.items() if name not in changes.excluded}
             kept |= changes.excluded
         turned = stay_as_built(objects, specs)
@@ -269,23 +268,6 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace, exclude: tuple[
     return _NodeLoad(
         place, stored, assigned, found, held, streams, changes, learn, rates, new, turned, clock=clock
     )
-
-
-def _assigned(
-    job: LoadJob,
-    reader: LeafReader,
-    place: NodePlace,
-    members: Mapping[str, SetMember],
-    changes: LoadChanges,
-    excluded: Callable[[str], bool],
-) -> Assigned:
-    """What the node loads, with the buffers that it takes from others."""
-    without = changes.gone | job.target.lost_blobs
-    if place.name not in job.saved:
-        changes.unsaved.add(place.name)
-        return assign_replicated(job.manifest, place, members, reader, without)
-    place = replace(place, name=job.stored_name(place.name))
-    return assign(job.manifest, place, job.nodes, members, reader, job.anywhere, without, excluded)
 
 
 def _gradients(
@@ -341,10 +323,7 @@ def _read_all(
     loads: Sequence[_NodeLoad],
     shared: tuple[SharedReads, frozenset[str]] | None,
 ) -> None:
-    """Read into all objects.
-
-    Shared reads come first: an error before them would leave others in a broadcast.
-    """
+    """Read into all objects; shared reads first: an error before would leave others in a broadcast."""
     changed = shared is not None
     come: frozenset[str] = frozenset()
     try:
@@ -393,7 +372,6 @@ def node_of(job: LoadJob, stored: str) -> str | None:
 def _streams(
     job: LoadJob, reader: LeafReader, assigned: Assigned, place: NodePlace, stored: str
 ) -> RandomStreams:
-    """The node's own random states; a new node derives its streams."""
     manifest, found = job.manifest, dict[str, bytes]()
     try:
         for name in (name for name in assigned.random if name.startswith(f"{RNG_BLOB}.")):
@@ -410,13 +388,3 @@ def _streams(
     seed = manifest.facts.seed  # without one, all nodes agree on the number of the run
     seed = seed if seed is not None else int(manifest.job_uuid.replace("-", "")[:15], 16)
     return RandomStreams.derive(seed, place.rank, manifest.position.epoch)
-
-
-def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
-    """A stored leaf in the form that planning and checks use."""
-    layout = manifest.layouts[row.layout]
-    return LeafSpec(
-        row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",
-        row.dtype, row.shape, row.nbytes, row.alias_of, layout if isinstance(layout, Mesh) else None,
-        row.frozen, row.order, row.order_changed, row.device, row.same_as,
-    )  # fmt: skip

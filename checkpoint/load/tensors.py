@@ -17,7 +17,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum
 from functools import cached_property
 from math import prod
 from typing import Any, Protocol
@@ -39,8 +38,7 @@ from torchrelay.checkpoint.format.position import matches
 from torchrelay.checkpoint.format.shard.reads import ReadOptions
 from torchrelay.checkpoint.load.reads.leaf_reader import NOWHERE, LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.state.names import overlaps_of
-from torchrelay.checkpoint.state.reads import Read, put
-from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace
+from torchrelay.checkpoint.state.tensor_memory import NOTHING, InPlace, Read, put
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, PartiallyLoadedError, RelayError, UsageError
 from torchrelay.records import dataclass
@@ -55,10 +53,7 @@ BATCH = 16 * BLOCK
 def read_box(
     fill: Fill, shape: Sequence[int], box: Sequence[Interval], dtype: torch.dtype, itemsize: int
 ) -> torch.Tensor:
-    """Read the part `box` (one half-open interval per dimension) of a tensor into new CPU memory.
-
-    Rows longer than a digest block are read one by one; shorter ones are read together and then cut.
-    """
+    """Read half-open intervals of a tensor into new memory: long rows one by one, short ones together."""
     extents = [stop - start for start, stop in box]
     fresh = torch.empty((*extents, itemsize), dtype=torch.uint8)
     if fresh.numel():
@@ -69,7 +64,6 @@ def read_box(
 
 
 def _fill(fill: Fill, out: torch.Tensor, shape: Sequence[int], box: Sequence[Interval], base: int) -> None:
-    """Fill contiguous bytes; `base` is the offset of the tensor of `shape`."""
     row = math.prod(shape[1:])
     start, stop = box[0]
     inner = tuple(box[1:])
@@ -132,12 +126,13 @@ class TensorHandle:
     def __getitem__(self, key: Any) -> torch.Tensor:
         """Read a part by integers and slices, as of a tensor; only the blocks that hold it."""
         keys = self._full(key if isinstance(key, tuple) else (key,))
-        box, then = zip(*map(_interval, keys), strict=True) if keys else ((), ())
-        part = self.read_box(list(box))
+        part = self.read_box(
+            [(one.start, one.stop) if isinstance(one, slice) else (one, one + 1) for one in keys]
+        )
+        then = tuple(slice(None, None, one.step) if isinstance(one, slice) else 0 for one in keys)
         return part[then] if then else part
 
     def _full(self, keys: tuple[Any, ...]) -> tuple[Any, ...]:
-        """One integer or slice per dimension."""
         dots = [place for place, one in enumerate(keys) if one is Ellipsis]
         missing = len(self.shape) - (len(keys) - len(dots))
         if len(dots) > 1 or missing < 0:
@@ -147,7 +142,6 @@ class TensorHandle:
         return tuple(self._checked(one, extent) for one, extent in zip(found, self.shape, strict=True))
 
     def _checked(self, one: Any, extent: int) -> Any:
-        """One integer or slice, checked against its dimension."""
         if isinstance(one, slice):
             try:
                 start, stop, step = one.indices(extent)
@@ -165,13 +159,6 @@ class TensorHandle:
         if not -extent <= number < extent:
             raise UsageError(f"{self.name}: index {number} is out of range for a dimension of {extent}")
         return number % extent
-
-
-def _interval(key: Any) -> tuple[Interval, Any]:
-    """What to read of one dimension, and how to index what was read."""
-    if isinstance(key, slice):
-        return (key.start, key.stop), slice(None, None, key.step)
-    return (key, key + 1), 0
 
 
 Cast = torch.dtype | Mapping[str, torch.dtype] | None
@@ -266,14 +253,6 @@ class TensorColumns:
     fill: Callable[[Sequence[Memory]], object] = lambda memories: None
 
 
-class _Way(Enum):
-    """How a tensor is read."""
-
-    TWO_PASSES = "verified, then read into place"
-    STAGED = "read into a buffer, then copied"
-    STRAIGHT = "read into place"
-
-
 class Loading:
     """A load of these tensors: `first`, then `second`.
 
@@ -295,11 +274,10 @@ class Loading:
         self._direct = [one for one in wanted if one.read.destination is not None]
         others = [one for one in wanted if one.read.destination is None]
         self._passing = {one: one.read.live for one in others if one.read.live is not None}
-        self._way = _Way.STRAIGHT
-        if atomic and source.is_remote:
-            self._way = _Way.STAGED
-        elif atomic and source.options.verify:
-            self._way = _Way.TWO_PASSES
+        self._staged = atomic and source.is_remote
+        """Read into a buffer, then copied."""
+        self._twice = atomic and not self._staged and source.options.verify
+        """Verified, then read into place."""
         self.checked = 0
         """Bytes that `first` has verified and `second` reads again."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -316,18 +294,15 @@ class Loading:
         return self._source.plan([one.into(memory_of(one.read.memory())) for one in self._direct])
 
     def first(self) -> None:
-        """Do everything that can fail without changing an object.
-
-        Raises BlobError, DamagedError or StorageError.
-        """
+        """Do everything that can fail without changing an object; raises BlobError and StorageError."""
         self._check_apart()
         self._read([one.into(memory_of(one.read.memory())) for one in self._fresh])
-        if self._atomic and self._way is not _Way.STAGED:
+        if self._atomic and not self._staged:
             self.checked = self._columns.check()
-        if self._way is _Way.TWO_PASSES:
+        if self._twice:
             passing = self._source.plan([one.into(NOWHERE) for one in self._passing])
             self.checked += sum(plan.check(self._source.options) for plan in (self._into_place, passing))
-        elif self._way is _Way.STAGED:
+        elif self._staged:
             self._beside, self._kept = self._columns.in_place.beside()
             self._columns.fill(self._beside)
             places = [(one, one.read.memory()) for one in self._direct]
@@ -337,21 +312,23 @@ class Loading:
 
     def second(self) -> None:
         """Put everything into place; raises PartiallyLoadedError if the storage fails."""
-        if self._way is _Way.STAGED:
+        if self._staged:
             with torch.no_grad():
                 self._columns.in_place.put(self._beside)
                 for live, fresh in self._copies:
                     put(live, fresh)
             return
-        with naming_what_changed(live=self._live, verified=self._way is _Way.TWO_PASSES), torch.no_grad():
+        with naming_what_changed(live=self._live, verified=self._twice), torch.no_grad():
             self._into_place.read(self._source.options)
             for batch in _batches(self._passing):
-                memories = [torch.empty(piece.target.shape, dtype=piece.wanted.read.dtype) for piece in batch]
-                both = list(zip(batch, memories, strict=True))
-                self._read([piece.wanted.into(memory_of(one), piece.target) for piece, one in both])
-                for piece, one in both:
-                    put(piece.live, one)
-            self._columns.fill(self._columns.in_place.memories)
+                pieces = [
+                    (wanted, part, target, torch.empty(target.shape, dtype=wanted.read.dtype))
+                    for wanted, part, target in batch
+                ]
+                self._read([wanted.into(memory_of(one), target) for wanted, _, target, one in pieces])
+                for _, part, _, one in pieces:
+                    put(part, one)
+            self._columns.fill(self._columns.in_place.plain.memories)
 
     def _check_apart(self) -> None:
         """Raise for objects that share part of their memory: the later read would overwrite the earlier."""
@@ -379,10 +356,7 @@ class Loading:
 
 @contextmanager
 def naming_what_changed(*, live: bool, verified: bool = False) -> Iterator[None]:
-    """Raise PartiallyLoadedError instead of our errors, for reads into `live` memory.
-
-    `verified`: the same bytes were verified just before.
-    """
+    """Raise PartiallyLoadedError for our errors if memory is `live`; `verified`: its bytes were, before."""
     try:
         yield
     except RelayError as error:
@@ -397,50 +371,31 @@ def naming_what_changed(*, live: bool, verified: bool = False) -> Iterator[None]
         ) from error
 
 
-@dataclass(frozen=True)
-class _LiveBox:
-    """A box of a live tensor, and the part of the stored leaf that fills it."""
-
-    wanted: TensorRead
-    live: torch.Tensor
-    target: LocalTarget
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return prod(self.target.shape) * self.live.element_size()
-
-
-def _batches(passing: Mapping[TensorRead, torch.Tensor]) -> Iterator[list[_LiveBox]]:
-    """Groups of boxes that fit in the buffer together."""
-    batch: list[_LiveBox] = []
-    for piece in (piece for one, live in passing.items() for piece in _pieces(one, live)):
-        if batch and sum(one.nbytes for one in batch) + piece.nbytes > AT_ONCE:
-            yield batch
-            batch = []
-        batch.append(piece)
+def _batches(
+    passing: Mapping[TensorRead, torch.Tensor],
+) -> Iterator[list[tuple[TensorRead, torch.Tensor, LocalTarget]]]:
+    """Boxes of live tensors that fit in the buffer together, and the parts of leaves that fill them."""
+    batch: list[tuple[TensorRead, torch.Tensor, LocalTarget]] = []
+    for wanted, live in passing.items():
+        target = wanted.read.target or whole_target(tuple(live.shape))
+        for box, part in _boxes(live):
+            if batch and sum(one.nbytes for _, one, _ in batch) + part.nbytes > AT_ONCE:
+                yield batch
+                batch = []
+            batch.append((wanted, part, LocalTarget(tuple(part.shape), tuple(_windows(target, box)))))
     if batch:
         yield batch
-
-
-def _pieces(wanted: TensorRead, live: torch.Tensor) -> Iterator[_LiveBox]:
-    """The boxes of a tensor, cut to the size of the buffer."""
-    target = wanted.read.target or whole_target(tuple(live.shape))
-    for box in _boxes(live):
-        shape = tuple(stop - start for start, stop in box)
-        yield _LiveBox(wanted, live[_slices(box)], LocalTarget(shape, tuple(_windows(target, box))))
 
 
 def runs_of(live: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Parts of a tensor of at most PIECE bytes, in order, each with its offset in the whole."""
     at = 0
-    for box in _boxes(live):
-        part = live[_slices(box)]
+    for _, part in _boxes(live):
         yield at, part
-        at += part.numel() * live.element_size()
+        at += part.nbytes
 
 
-def _boxes(live: torch.Tensor) -> Iterator[Bounds]:
+def _boxes(live: torch.Tensor) -> Iterator[tuple[Bounds, torch.Tensor]]:
     """Cut along the first dimensions, so that each box is one contiguous run of bytes."""
     pending: list[Bounds] = [whole(tuple(live.shape))] if live.numel() else []
     while pending:
@@ -449,11 +404,7 @@ def _boxes(live: torch.Tensor) -> Iterator[Bounds]:
         if elements > 1 and elements * live.element_size() > PIECE:
             pending += reversed(halves(box))
         else:
-            yield box
-
-
-def _slices(box: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(*side) for side in box)
+            yield box, live[tuple(slice(*side) for side in box)]
 
 
 def _windows(target: LocalTarget, box: Bounds) -> Iterator[Window]:

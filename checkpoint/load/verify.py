@@ -26,6 +26,7 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torchrelay.checkpoint.format.manifest import codec
@@ -115,7 +116,6 @@ class ShardSet:
         return sum(row.header_bytes for row in opened)
 
     def _header(self, row: ShardRow, vouched: bool) -> ShardHeader:
-        """The verified header of one file."""
         from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 
         path = shard_path(self.manifest, row)
@@ -151,7 +151,14 @@ class ShardSet:
         """Raise DamagedError unless the files of a holder have the content that the manifest states."""
         if self._agrees(holder, found):
             return
-        tensors, values = self._expected(holder)
+        tensors: dict[str, LeafRow] = {}
+        values: set[str] = set()
+        for number, keys in self.manifest.stored_keys(*holder):
+            row = self.manifest.leaves[number]
+            if row.kind == "value":
+                values.add(row.name)
+            else:
+                tensors.update(dict.fromkeys(keys, row))
         stored = {key: entries for entries in [one.entries for one in found.headers] for key in entries}
         path = found.headers[0].path
         if len(stored) != sum(len(header.entries) for header in found.headers):
@@ -171,20 +178,8 @@ class ShardSet:
         if odd and holder[0] == 0:
             raise DamagedError(f"{path} holds {odd[0]}, which the manifest does not list")
 
-    def _expected(self, holder: Holder) -> tuple[dict[str, LeafRow], set[str]]:
-        """Leaves by key, and names of values, that a holder's files must have."""
-        tensors: dict[str, LeafRow] = {}
-        values: set[str] = set()
-        for row, keys in self.manifest.stored_keys(*holder):
-            leaf = self.manifest.leaves[row]
-            if leaf.kind == "value":
-                values.add(leaf.name)
-            else:
-                tensors.update(dict.fromkeys(keys, leaf))
-        return tensors, values
 
-
-def holders_of(manifest: Manifest, rows: Sequence[int]) -> Iterator[Holder]:
+def holders_of(manifest: Manifest, rows: Iterable[int]) -> Iterator[Holder]:
     """The holders of the bytes of leaf rows, each once; values in the manifest need none."""
     seen: set[Holder] = set()
     looked_at: set[tuple[object, ...]] = set()
@@ -239,10 +234,7 @@ class VerificationStatus(Enum):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of the work of this process: `number` of `of` parts, of consecutive nodes.
-
-    On a mesh of other extents a rank then mostly loads from files that it has already opened.
-    """
+    """Part `number` of `of`, of consecutive nodes: on another mesh ranks then load what they opened."""
 
     number: int = 0
     of: int = 1
@@ -304,41 +296,31 @@ def verify_epoch(
     try:
         manifest = seen_twice(lambda: codec.read(storage, entry))
         shards = ShardSet(storage, manifest)
-        rows = _wanted_rows(manifest, want)
+        rows: Iterable[int] = range(len(manifest.leaves))
+        if want is not None:
+            names = set(want)
+            aliased = [one for one in manifest.leaves if one.name in names and one.alias_of is not None]
+            names.update(str(one.alias_of) for one in aliased)
+            rows = [row for name in sorted(names) for row in manifest.rows.get(name, ())]
         if entry.groups:
             rows = [row for row in rows if manifest.leaves[row].group in entry.groups]
         size = sum(leaf.nbytes for leaf in manifest.leaves) if level == "full" else None
         with progress(f"verifying epoch {entry.position}", size):
             holders = frozenset(holders_of(manifest, rows))
             for holder in share.taken(holders):
-                _look_at(shards, holder, level)
-    except FormatError as error:
-        return Verification(entry, VerificationStatus.UNKNOWN, str(error))
-    except DamagedError as error:
-        return Verification(entry, VerificationStatus.DAMAGED, str(error))
+                if level == "sizes":
+                    seen_twice(partial(shards.check_sizes, holder))
+                    continue
+                files = seen_twice(partial(shards.open, holder))
+                for header in files.headers if level == "full" else ():
+                    seen_twice(header.verify)
     except OSError as error:
-        return Verification(entry, VerificationStatus.UNKNOWN, str(error))
+        damaged = isinstance(error, DamagedError)
+        outcome = VerificationStatus.DAMAGED if damaged else VerificationStatus.UNKNOWN
+        return Verification(entry, outcome, str(error))
     return Verification(
         entry, VerificationStatus.VERIFIED, "", manifest, shards, frozenset() if level == "sizes" else holders
     )
-
-
-def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
-    """Verify one holder's files to a level."""
-    if level == "sizes":
-        seen_twice(lambda: shards.check_sizes(holder))
-        return
-    files = seen_twice(lambda: shards.open(holder))
-    for header in files.headers if level == "full" else ():
-        seen_twice(header.verify)
-
-
-def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:
-    if want is None:
-        return list(range(len(manifest.leaves)))
-    names = set(want)
-    targets = {leaf.alias_of for leaf in manifest.leaves if leaf.name in names and leaf.alias_of is not None}
-    return [row for name in sorted(names | targets) for row in manifest.rows.get(name, ())]
 
 
 FULL_VERIFICATION_SECS = 24 * 3600.0
@@ -347,10 +329,7 @@ FULL_VERIFICATION_SECS = 24 * 3600.0
 
 @dataclass(frozen=True)
 class JointResult:
-    """Result that all processes agree on; `manifest` is set if the epoch is verified.
-
-    `shards` are the files that this process opened for its share; a load need not open them again.
-    """
+    """Result that all processes agree on, with the files that this process opened; a load can use them."""
 
     outcome: VerificationStatus
     reason: str = ""
@@ -360,8 +339,6 @@ class JointResult:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank found in its share."""
-
     rank: int
     outcome: VerificationStatus
     reason: str
@@ -386,26 +363,22 @@ def verify_together(
     """
     deadline_secs = FULL_VERIFICATION_SECS if level == "full" else None
     result = verify_epoch(storage, entry, level=level, share=Share(peers.rank, peers.size))
-    told = peers.exchange(
+    answers = peers.exchange(
         f"verify epoch {entry.position}",
         [result.outcome.value, result.reason, host or socket.gethostname()],
         deadline_secs=deadline_secs,
     )
-    seen = [_Seen(rank, VerificationStatus(one[0]), one[1], one[2]) for rank, one in enumerate(told)]
+    seen = [_Seen(rank, VerificationStatus(one[0]), one[1], one[2]) for rank, one in enumerate(answers)]
     damaged = [one for one in seen if one.outcome is VerificationStatus.DAMAGED]
     if damaged and len({one.host for one in seen}) > 1:
-        mine = [one.rank for one in damaged if _witness(seen, one) == peers.rank]
-        answers = peers.exchange(
-            f"verify epoch {entry.position} again",
-            _look_again(storage, entry, level, mine, peers.size),
-            deadline_secs=deadline_secs,
-        )
+        found: list[list[Any]] = []
+        for rank in [one.rank for one in damaged if _witness(seen, one) == peers.rank]:
+            again = verify_epoch(storage, entry, level=level, share=Share(rank, peers.size))
+            found.append([rank, again.outcome.value, again.reason])
+            if again.outcome is VerificationStatus.DAMAGED:  # one is enough
+                break
+        answers = peers.exchange(f"verify epoch {entry.position} again", found, deadline_secs=deadline_secs)
         return _judged(seen, damaged, {rank: answer for part in answers for rank, *answer in part})
-    return _worst(peers, seen, result)
-
-
-def _worst(peers: Peers, seen: Sequence[_Seen], result: Verification) -> JointResult:
-    """Make the joint result from what all ranks found."""
     for outcome in (VerificationStatus.DAMAGED, VerificationStatus.UNKNOWN):
         for one in seen:
             if one.outcome is outcome:
@@ -416,28 +389,12 @@ def _worst(peers: Peers, seen: Sequence[_Seen], result: Verification) -> JointRe
 
 
 def _witness(seen: Sequence[_Seen], damaged: _Seen) -> int:
-    """The lowest rank of another host."""
     return next(one.rank for one in seen if one.host != damaged.host)
 
 
-def _look_again(
-    storage: Storage, entry: CommittedPosition, level: Level, shares: Sequence[int], size: int
-) -> list[list[Any]]:
-    """Verify the shares of others, until one is damaged."""
-    found: list[list[Any]] = []
-    for rank in shares:
-        result = verify_epoch(storage, entry, level=level, share=Share(rank, size))
-        found.append([rank, result.outcome.value, result.reason])
-        if result.outcome is VerificationStatus.DAMAGED:
-            break
-    return found
-
-
 def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, Any]) -> JointResult:
-    """Combine the first results with those of the second look."""
     for one in damaged:
-        outcome, _ = again.get(one.rank, (None, ""))
-        if outcome == VerificationStatus.DAMAGED.value:
+        if again.get(one.rank, ("", ""))[0] == VerificationStatus.DAMAGED.value:
             witness = seen[_witness(seen, one)]
             return JointResult(
                 VerificationStatus.DAMAGED, f"{one}, and by rank {witness.rank} on {witness.host} too"
@@ -445,9 +402,9 @@ def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, An
     first = damaged[0]
     witness = seen[_witness(seen, first)]
     outcome, reason = again[first.rank]
-    what = (
-        "sees no damage" if outcome == VerificationStatus.VERIFIED.value else f"could not verify it: {reason}"
-    )
+    what = f"could not verify it: {reason}"
+    if outcome == VerificationStatus.VERIFIED.value:
+        what = "sees no damage"
     return JointResult(
         VerificationStatus.UNKNOWN, f"{first}, but rank {witness.rank} on {witness.host} {what}"
     )

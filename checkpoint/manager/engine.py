@@ -33,11 +33,11 @@ from torchrelay.checkpoint.save.dedup import Reuse
 from torchrelay.checkpoint.save.pipeline import SaveJob, make_plan, save_epoch, touch_buffers
 from torchrelay.checkpoint.save.replicas import checked_every
 from torchrelay.checkpoint.state.checkpoint_set import SetMember, check_remade, members_of, stored_blobs
-from torchrelay.checkpoint.state.gradients import watch_steps
 from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import check_recreatable
 from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, orders_of
+from torchrelay.checkpoint.state.steps import watch_steps
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, Storage, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier, check_tier, storage_of
 from torchrelay.checkpoint.storage.work import Clock

@@ -25,10 +25,10 @@ from torchrelay.checkpoint.save.staging import (
     pieces_of,
     stage,
 )
+from torchrelay.checkpoint.state import steps
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Role, spec_of
 from torchrelay.checkpoint.state.names import local_part
-from torchrelay.checkpoint.state.restore import gate
 from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.errors import RelayError
 from torchrelay.jobs import runtime
@@ -67,7 +67,7 @@ class Background:
         self._block = Block(0)
         """That of earlier saves, as long as it is large enough."""
         self._standby = Worker(SAVES, STANDS_BY)
-        self._guards = gate.Guards()
+        self._guards = steps.Guards()
         self._pieces: Pieces | None = None
         self._outcomes: deque[Outcome] = deque()
         self._flight: _Flight | None = None
@@ -141,7 +141,7 @@ class Background:
         except Exception as error:
             flight.failed = error
         for place in session.local_nodes:
-            session.workspace(place.name).gate = gate.gate
+            session.workspace(place.name).gate = steps.gate
         flight.start(self._outcomes.append)
         if flight.stage is None:
             with runtime.waiting():

@@ -26,11 +26,11 @@ from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.save.assignments import Assignment, SavePlan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, Verify, digest
+from torchrelay.checkpoint.state import steps
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.module_leaves import parameters, parts_of, state_prefix
-from torchrelay.checkpoint.state.restore import gate
-from torchrelay.checkpoint.state.restore.gate import takes_gate
+from torchrelay.checkpoint.state.steps import takes_gate
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs import runtime
 from torchrelay.records import dataclass
@@ -346,7 +346,7 @@ class StagedCopies:
     def close_gate(self) -> None:
         """Make writers wait from now on; the last step of the synchronous part."""
         self.copier.begin({piece.source.device for piece in self.late if piece.source.is_cuda})
-        gate.close(self)
+        steps.close_gate(self)
 
     def copy(self, also: Callable[[], None] = lambda: None) -> None:
         """Make the late copies, run `also` before the gate opens, and compare the sources.
@@ -397,7 +397,7 @@ class StagedCopies:
             self.changed += tuple(piece for piece in self.late if piece.counted and id(piece) not in known)
             self.copier.let_compute_wait()
             self._passed = True
-            gate.open_for(self)
+            steps.open_gate(self)
 
     def check(self) -> None:
         """Raise SaveFailedError, naming them, for sources that were written while they were copied."""
@@ -420,7 +420,7 @@ class StagedCopies:
 
     def release(self) -> None:
         """Open the gate, after any outcome, also if the copies were never begun."""
-        gate.open_for(self)
+        steps.open_gate(self)
         self._copied.set()
 
 

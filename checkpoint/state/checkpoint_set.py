@@ -25,15 +25,14 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.position import Selection, matches
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
-from torchrelay.checkpoint.state.gradients import parameter_of
-from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, is_sharded
+from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, is_sharded, parameter_of
 from torchrelay.checkpoint.state.module_leaves import state_prefix
 from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Reshard, Scope
 from torchrelay.jobs.cluster import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.containers import is_generator
-from torchrelay.jobs.workspace import Entry, Origin, Workspace
+from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.records import dataclass
 
 RNG_BLOB = RANDOM_STATES
@@ -58,24 +57,22 @@ class SetMember:
 
 def members_of(workspace: Workspace) -> dict[str, SetMember]:
     """The set of a node from its current workspace; raises UsageError for names that conflict."""
-    members = [_member(name, entry) for name, entry in workspace.entries().items() if ":" not in name]
-    found = {member.name: member for member in members if member.scope is not Scope.TRANSIENT}
+    found: dict[str, SetMember] = {}
+    for name, entry in workspace.entries().items():
+        blob, generator = entry.blob, is_generator(entry.value)
+        if ":" in name or (blob is not None and blob.scope is Scope.TRANSIENT):
+            continue
+        found[name] = SetMember(
+            name,
+            blob.scope if blob else None,
+            (blob.reshard if blob else None) or ("by_rank" if generator else None),
+            placed=entry.origin is Origin.INIT_PLACED,
+            registered=blob is not None,
+            container=blob.container if blob else None,
+            generator=generator,
+        )
     check_blob_names(found, {name: member.container for name, member in found.items() if member.container})
     return found
-
-
-def _member(name: str, entry: Entry) -> SetMember:
-    blob = entry.blob
-    generator = is_generator(entry.value)
-    return SetMember(
-        name,
-        blob.scope if blob else None,
-        (blob.reshard if blob else None) or ("by_rank" if generator else None),
-        placed=entry.origin is Origin.INIT_PLACED,
-        registered=blob is not None,
-        container=blob.container if blob else None,
-        generator=generator,
-    )
 
 
 def newcomers(workspace: Workspace, members: Mapping[str, SetMember]) -> list[str]:
@@ -94,34 +91,24 @@ def scopes_of(
     leaves: Sequence[Leaf], members: Mapping[str, SetMember], objects: Mapping[str, Any], demoted: set[str]
 ) -> dict[str, str]:
     """The scope of every leaf; `demoted` are leaves that once differed and are `rank` since."""
-    of_blobs = {name: _scope_of_blob(member, objects.get(name)) for name, member in members.items()}
-    gradients = [leaf for leaf in leaves if leaf.role is Role.GRADIENT]
-    others = leaves if not gradients else [leaf for leaf in leaves if leaf.role is not Role.GRADIENT]
-    found = {leaf.name: _scope(leaf, members, of_blobs, demoted) for leaf in others}
-    for leaf in gradients:  # owned as its parameter is
+    of_blobs: dict[str, str] = {}
+    for name, member in members.items():
+        own = member.placed or is_foreign_loader(objects.get(name))
+        forced = member.scope.value if member.scope is not None else None
+        of_blobs[name] = forced or (_RANK if own else _REPLICATED)
+    found: dict[str, str] = {}
+    for leaf in sorted(leaves, key=lambda leaf: leaf.role is Role.GRADIENT):
         sharded = not isinstance(leaf.content, Value) and is_sharded(leaf.content)
-        owned = _RANK if found.get(parameter_of(leaf.name)) == _RANK else _REPLICATED
-        found[leaf.name] = Scope.SHARDED.value if sharded else owned
+        scope = of_blobs.get(leaf.blob)
+        if leaf.role is Role.GRADIENT:  # owned as its parameter is
+            scope = _RANK if found.get(parameter_of(leaf.name)) == _RANK else _REPLICATED
+        elif scope is None or leaf.role is Role.RNG:
+            scope, sharded = _RANK, False
+        elif leaf.name in demoted and members[leaf.blob].scope is None:
+            scope = _RANK
+        # A part is not a value by itself, regardless of its blob.
+        found[leaf.name] = Scope.SHARDED.value if sharded else scope
     return found
-
-
-def _scope_of_blob(member: SetMember, value: Any) -> str:
-    if member.scope is not None:
-        return member.scope.value
-    return _RANK if member.placed or is_foreign_loader(value) else _REPLICATED
-
-
-def _scope(
-    leaf: Leaf, members: Mapping[str, SetMember], of_blobs: Mapping[str, str], demoted: set[str]
-) -> str:
-    scope = of_blobs.get(leaf.blob)
-    if scope is None or leaf.role is Role.RNG:
-        return _RANK
-    if not isinstance(leaf.content, Value) and is_sharded(leaf.content):
-        return Scope.SHARDED.value  # regardless of its blob: a part is not a value by itself
-    if leaf.name in demoted and members[leaf.blob].scope is None:
-        return _RANK
-    return scope
 
 
 def is_foreign_loader(value: Any) -> bool:
@@ -145,10 +132,7 @@ def stored_blobs(manifest: Manifest, node: str) -> list[str]:
 
 
 def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Selection) -> list[Leaf]:
-    """The leaves to save, in order; an alias whose target is left out is stored itself.
-
-    Raises BlobError for patterns that split a unit, or leave nothing.
-    """
+    """The leaves to save, in order; raises BlobError for patterns that split a unit, or leave nothing."""
     if selection.everything:
         return list(leaves)
     units = _units(leaves, objects)
@@ -162,7 +146,9 @@ def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Select
     chosen = [leaf for unit, members in units.items() if unit in wanted for leaf in members]
     if leaves and not chosen:
         known = nearest((selection.include or ("",))[0], [leaf.name for leaf in leaves])
-        raise BlobError(f"{_told(selection)} leaves nothing to save: name what to save{known}")
+        given = {"include": selection.include, "exclude": selection.exclude}
+        text = " ".join(f"{which}={list(patterns)}" for which, patterns in given.items() if patterns)
+        raise BlobError(f"{text} leaves nothing to save: name what to save{known}")
     names = {leaf.name for leaf in chosen}
     return _with_own_content([leaf for leaf in leaves if leaf.name in names])
 
@@ -209,7 +195,11 @@ def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list
     root = ""
     for leaf in leaves:
         if kinds[leaf.blob] is Kind.OPTIMIZER:
-            unit = _optimizer_unit(leaf, parameters)
+            prefix = state_prefix(leaf.blob)
+            owner = leaf.name[len(prefix) :] if leaf.name.startswith(prefix) else ""
+            while owner and owner not in parameters:
+                owner = owner.rpartition(".")[0]
+            unit = prefix + owner if owner else leaf.blob
         elif kinds[leaf.blob] is not Kind.MODULE:
             unit = leaf.blob
         else:
@@ -218,17 +208,6 @@ def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list
             root = unit if inside or isinstance(leaf.content, Value) else ""
         found.setdefault(unit, []).append(leaf)
     return found
-
-
-def _optimizer_unit(leaf: Leaf, parameters: Collection[str]) -> str:
-    """The unit of an optimizer's leaf."""
-    prefix = state_prefix(leaf.blob)
-    if not leaf.name.startswith(prefix):
-        return leaf.blob
-    owner = leaf.name[len(prefix) :]
-    while owner and owner not in parameters:
-        owner = owner.rpartition(".")[0]
-    return prefix + owner if owner else leaf.blob
 
 
 def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:
@@ -247,7 +226,6 @@ def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:
 
 
 def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Make the first alias of a name that is left out the owner of its content."""
     names = {leaf.name for leaf in leaves}
     owners: dict[str, str] = {}
     found = []
@@ -262,12 +240,6 @@ def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
     for at in apart:
         found[at] = replace(found[at], same_as=owners.get(found[at].same_as or ""))
     return found
-
-
-def _told(selection: Selection) -> str:
-    """The patterns, for a message."""
-    said = [f"exclude={list(selection.exclude)}"] if selection.exclude else []
-    return " ".join([f"include={list(selection.include)}", *said] if selection.include else said)
 
 
 @dataclass(frozen=True)

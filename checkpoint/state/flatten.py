@@ -32,23 +32,20 @@ from torchrelay.checkpoint.state.names import (
     local_part,
     module_parts,
 )
-from torchrelay.checkpoint.state.tensor_checks import admitted, is_plain_memory
+from torchrelay.checkpoint.state.tensor_memory import admitted, is_plain_memory, is_wrapper
 from torchrelay.checkpoint.state.tree_leaves import (
     container_leaves,
     container_tensors,
+    registered_role,
     state_of,
     stateful_leaves,
     tree_leaves,
 )
-from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import BlobError
 
 
 class ModuleStates:
-    """Caches state dicts and parts of modules while the leaves of all blobs are listed or planned.
-
-    Each call would run the user's hooks and methods, which may count their calls.
-    """
+    """State dicts and parts of modules, read once for a listing: hooks of users may count their calls."""
 
     def __init__(self) -> None:
         self._states: dict[int, dict[str, Any]] = {}
@@ -85,16 +82,12 @@ def leaf_names(objects: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     rest: dict[str, Any] = {}
     for blob, value in objects.items():
-        if isinstance(value, torch.nn.Module) and _has_meta(value):
+        tensors = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else ()
+        if any(one.is_meta for one in tensors):
             found += [one.name for one in module_entries(blob, value, value.state_dict(keep_vars=True))]
         else:
             rest[blob] = value
     return [*found, *(leaf.name for leaf in leaves_of(rest))]
-
-
-def _has_meta(module: torch.nn.Module) -> bool:
-    """Whether a module has tensors on the meta device."""
-    return any(one.is_meta for own in (module.parameters(), module.buffers()) for one in own)
 
 
 def named_leaves(
@@ -123,20 +116,17 @@ def named_leaves(
                 containers.append(blob)
                 continue
             if kind is Kind.STATEFUL:
-                _check_unused(place := Leaf(blob, blob, Role.STATE, MAIN_GROUP, Value(None)), found)
-                found[blob], asked[blob] = place, state_of(blob, value)
+                _add([Leaf(blob, blob, Role.STATE, MAIN_GROUP, Value(None))], found)
+                asked[blob] = state_of(blob, value)
                 continue
-            for leaf in _leaves(blob, value, names, first_names, states):
-                _check_unused(leaf, found)
-                found[leaf.name] = leaf
+            _add(_leaves(blob, value, names, first_names, states), found)
     for blob in containers:  # after the others, whose tensors they may hold
-        for leaf in container_leaves(blob, objects[blob], objects, main):
-            _check_unused(leaf, found)
-            found[leaf.name] = leaf
+        _add(container_leaves(blob, objects[blob], objects, main), found)
     inner: dict[str, list[Leaf]] = {}
     same_as = dict(optim.shared_with(main))
-    held = {*names, *_buffers(objects.values())} if asked else set()
-    of_optimizers = cache(lambda: frozenset(_of_optimizers(objects.values())))
+    modules = [one for one in values if isinstance(one, nn.Module)] if asked else []
+    held = {*names, *(id(one) for module in modules for one in module.buffers())} if asked else set()
+    of_optimizers = cache(lambda: frozenset(_of_optimizers(values)))
 
     def alias_of(group: str, tensor: torch.Tensor, name: str) -> str | None:
         """The leaf that holds the same tensor; None for a view, which may change later."""
@@ -151,39 +141,19 @@ def named_leaves(
         value = objects[blob]
         group = OPTIM_GROUP if isinstance(value, torch.optim.Optimizer) else MAIN_GROUP  # of any class
         found[blob], *inner[blob] = stateful_leaves(blob, value, state, group, partial(alias_of, group))
-    leaves = _in_order(found, inner)
-    if same_as:
-        leaves = [
-            replace(leaf, same_as=same_as[leaf.name]) if leaf.name in same_as else leaf for leaf in leaves
-        ]
-    return leaves, names
+    leaves = found
+    if any(inner.values()):
+        leaves = {}
+        _add((one for blob, root in found.items() for one in (root, *inner.get(blob, ()))), leaves)
+    leaves.update((name, replace(leaves[name], same_as=same_as[name])) for name in leaves.keys() & same_as)
+    return list(leaves.values()), names
 
 
 def _of_optimizers(objects: Iterable[Any]) -> Iterator[int]:
-    """The identities of the tensors in groups and state of optimizers."""
     for value in objects:
         if kind_of(value) is Kind.OPTIMIZER:
             entries = [*value.param_groups, *local_part(value).state.values()]
             yield from (id(one) for _, one in container_tensors("", entries))
-
-
-def _buffers(objects: Iterable[Any]) -> Iterator[int]:
-    """The identities of the buffers of modules."""
-    for value in objects:
-        if isinstance(value, torch.nn.Module):
-            yield from map(id, value.buffers())
-
-
-def _in_order(found: Mapping[str, Leaf], inner: Mapping[str, Sequence[Leaf]]) -> list[Leaf]:
-    """All leaves, the `inner` ones of some blobs after their blob."""
-    if not any(inner.values()):
-        return list(found.values())
-    leaves: dict[str, Leaf] = {}
-    for name, leaf in found.items():
-        for one in (leaf, *inner.get(name, ())):
-            _check_unused(one, leaves)
-            leaves[one.name] = one
-    return list(leaves.values())
 
 
 def _plain_leaves(
@@ -196,41 +166,30 @@ def _plain_leaves(
     if not first_names.add_new(blobs, contents):
         aliases = map(first_names.earlier, contents, blobs)
     roles: Iterable[Role] = repeat(Role.TENSOR)
-    if set(map(type, tensors)) != {torch.Tensor} or any(map(_learns, tensors)):
-        roles = list(map(tensor_role, tensors))
+    if set(map(type, tensors)) != {torch.Tensor} or any(map(attrgetter("requires_grad"), tensors)):
+        roles = list(map(registered_role, tensors))
         frozen = map(frozen_of, roles, tensors)
     return map(Leaf, blobs, blobs, roles, repeat(MAIN_GROUP), contents, aliases, frozen)
-
-
-_learns = attrgetter("requires_grad")
 
 
 def parameter_names(objects: Mapping[str, Any], states: ModuleStates | None = None) -> dict[int, str]:
     """The leaf name of every parameter, by id: of a module, a registered one, or only an optimizer's."""
     states = states or ModuleStates()
     found: dict[int, str] = {}
-    optimizers: dict[str, Any] = {}
-    containers: dict[str, Any] = {}
+    later: dict[Kind, list[tuple[str, Any]]] = {Kind.CONTAINER: [], Kind.OPTIMIZER: []}
     for blob, value in objects.items():
-        if type(value) is torch.Tensor:
+        kind = Kind.TENSOR if type(value) is torch.Tensor else kind_of(value)
+        if kind is Kind.TENSOR:
             found.setdefault(id(value), blob)
-            continue
-        kind = kind_of(value)
-        if kind is Kind.MODULE:
+        elif kind is Kind.MODULE:
             for name, parameter in named_parameters(blob, value, states):
                 found.setdefault(id(parameter), name)
-        elif kind is Kind.TENSOR:
-            found.setdefault(id(value), blob)
-        elif kind is Kind.OPTIMIZER:
-            optimizers[blob] = value
-        elif kind is Kind.CONTAINER:
-            containers[blob] = value
-    for blob, value in containers.items():  # their references to other objects may change at any time
-        for name, tensor in container_tensors(blob, value):
-            found.setdefault(id(tensor), name)
-    for blob, value in optimizers.items():
-        for name, orphan in orphans(blob, value):
-            found.setdefault(id(orphan), name)
+        elif kind in later:
+            later[kind].append((blob, value))
+    for kind, tensors_of in ((Kind.CONTAINER, container_tensors), (Kind.OPTIMIZER, orphans)):
+        for blob, value in later[kind]:  # references to other objects may change at any time
+            for name, tensor in tensors_of(blob, value):
+                found.setdefault(id(tensor), name)
     return found
 
 
@@ -241,16 +200,13 @@ def _leaves(
     first_names: Mapping[str, TensorNames],
     states: ModuleStates,
 ) -> Iterator[Leaf]:
-    """The leaves of a blob.
-
-    `first_names` are by file group, so that no alias refers to a file that may be deleted.
-    """
+    """The leaves of a blob; `first_names` are by file group: the file of an alias may not be deleted."""
     kind = kind_of(value)
     main = first_names[MAIN_GROUP]
     if kind is Kind.TENSOR:
         if not is_wrapper(value):
             admitted(value, blob)  # an unregistered one is recreated, and would lose its type
-        yield from own_leaves(blob, blob, tensor_role(value), value, main)
+        yield from own_leaves(blob, blob, registered_role(value), value, main)
     elif kind is Kind.MODULE:
         yield from module_leaves(blob, value, main, states)
     elif kind is Kind.OPTIMIZER:
@@ -259,16 +215,11 @@ def _leaves(
         yield from tree_leaves(value, blob, blob)
 
 
-def tensor_role(tensor: torch.Tensor) -> Role:
-    """The role of a tensor that is a blob by itself."""
-    if type(tensor) is torch.Tensor:  # quicker than isinstance of Parameter
-        return Role.TENSOR
-    return Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.TENSOR
-
-
-def _check_unused(leaf: Leaf, found: Mapping[str, Leaf]) -> None:
-    """Raise BlobError for a name that is used twice."""
-    if leaf.name in found:
-        raise BlobError(
-            f"two leaves of blob {leaf.blob!r} would be called {leaf.name!r}: rename one of the two entries"
-        )
+def _add(leaves: Iterable[Leaf], found: dict[str, Leaf]) -> None:
+    for leaf in leaves:
+        if leaf.name in found:
+            raise BlobError(
+                f"two leaves of blob {leaf.blob!r} would be called {leaf.name!r}: rename one of the two "
+                "entries"
+            )
+        found[leaf.name] = leaf

@@ -25,6 +25,7 @@ from torchrelay.checkpoint.format.mesh_geometry import (
     local_target,
 )
 from torchrelay.errors import BlobError
+from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
@@ -40,13 +41,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_dtensor(kind: type) -> bool:
-    """Whether a class is torch's DTensor."""
     return any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
-def sharding_of(tensor: torch.Tensor, name: str) -> Mesh:
+def sharding_of(tensor: Any, name: str) -> Mesh:
     """The mesh of a DTensor, by global ranks; raises BlobError for an unsupported placement."""
-    mesh, placements = _dtensor(tensor).device_mesh, _placements(tensor, name)
+    mesh, placements = tensor.device_mesh, _described(tensor.placements, tensor.dim(), name)
     known = _meshes.setdefault(mesh, {})
     if placements not in known:
         nodes = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
@@ -60,23 +60,19 @@ _meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Placement, ...], Mesh]
 """One object for equal device meshes (FSDP makes one per module): with thousands of ranks a mesh is large."""
 
 
-def target_of(tensor: torch.Tensor, name: str) -> LocalTarget:
-    """The part of the whole that the local tensor of a DTensor holds; empty on a rank outside of the mesh.
-
-    Raises BlobError if the local tensor has another shape than its placements imply.
-    """
-    mesh: DeviceMesh = _dtensor(tensor).device_mesh
+def target_of(tensor: Any, name: str) -> LocalTarget:
+    """The part that a DTensor holds here, none outside of its mesh; raises BlobError for another shape."""
+    mesh: DeviceMesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     local = tuple(memory_of_shard(tensor).shape)
     if coordinate is None:
         return LocalTarget(local, ())
-    placements = _dtensor(tensor).placements
     known = _targets.setdefault(mesh, {})
     # With their types: placements of different types may be equal and cut differently.
-    form = (tensor.shape, tuple(coordinate), placements, tuple(map(type, placements)))
+    form = (tensor.shape, tuple(coordinate), tensor.placements, tuple(map(type, tensor.placements)))
     found = known.get(form)
     if found is None:
-        described = _placements(tensor, name)
+        described = _described(tensor.placements, tensor.dim(), name)
         intervals = intervals_at(tuple(tensor.shape), tuple(mesh.shape), described, tuple(coordinate))
         if len(known) >= _REMEMBERED:
             known.clear()
@@ -99,16 +95,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return memory_of_shard(tensor).detach() if is_sharded(tensor) else tensor
 
 
-def memory_of_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a DTensor itself holds.
-
-    Same as `to_local` outside of autograd, and 50 times as fast, because each save asks often for every leaf.
-    """
-    local: torch.Tensor = _dtensor(tensor)._local_tensor
+def memory_of_shard(tensor: Any) -> torch.Tensor:
+    """The tensor that a DTensor holds: like `to_local` outside of autograd, and 50 times as fast."""
+    local: torch.Tensor = tensor._local_tensor
     return local
 
 
-def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dtype, stored: Any) -> DTensor:
+def empty_like(model: Any, spec_shape: tuple[int, ...], dtype: torch.dtype, stored: Any) -> DTensor:
     """A new DTensor on the mesh of `model`, without content.
 
     It has the saved placements if the saved mesh was alike, else those of `model` if the shapes match; else
@@ -117,20 +110,18 @@ def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dt
     import torch
     from torch.distributed.tensor import DTensor, Replicate
 
-    like = _dtensor(model)
-    mesh = like.device_mesh
+    mesh = model.device_mesh
     if isinstance(stored, Mesh) and stored.extents == tuple(mesh.shape) and _torch_placements(stored):
         placements = _torch_placements(stored)
     elif tuple(model.shape) == spec_shape:
-        placements = list(like.placements)
+        placements = list(model.placements)
     else:
-        placements = [Replicate() for _ in like.placements]
+        placements = [Replicate() for _ in model.placements]
     coordinate = mesh.get_coordinate()
-    described = _described(placements, len(spec_shape), "")
-    extents = tuple(mesh.shape)
     shape: tuple[int, ...] = (0,)
     if coordinate is not None:
-        shape = local_target(intervals_at(spec_shape, extents, described, tuple(coordinate))).shape
+        described = _described(placements, len(spec_shape), "")
+        shape = local_target(intervals_at(spec_shape, tuple(mesh.shape), described, tuple(coordinate))).shape
     local = torch.empty(shape, dtype=dtype, device=local_of(model).device)
     whole = torch.empty(spec_shape, device="meta")
     return DTensor.from_local(
@@ -141,10 +132,7 @@ def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dt
 def stand_in(
     stored: Mesh | None, shape: tuple[int, ...], live: Iterable[torch.Tensor]
 ) -> torch.Tensor | None:
-    """A live DTensor with the mesh and placements for a stored one that has no live tensor; None without.
-
-    It is on the stored mesh, or, on other ranks, has the same shape.
-    """
+    """A live DTensor on the mesh of a stored one that has no live tensor, or of its shape; None without."""
     if stored is None:
         return None
     alike = None
@@ -157,7 +145,6 @@ def stand_in(
 
 
 def _torch_placements(stored: Mesh) -> list[Any]:
-    """Torch's placements; empty for one without a public form."""
     from torch.distributed.tensor import Replicate, Shard
 
     if any(isinstance(one, Sharded) and one.split_factor > 1 for one in stored.placements):
@@ -165,36 +152,25 @@ def _torch_placements(stored: Mesh) -> list[Any]:
     return [Shard(one.dim) if isinstance(one, Sharded) else Replicate() for one in stored.placements]
 
 
-def _dtensor(tensor: Any) -> Any:
-    """The tensor itself, untyped for type checkers."""
-    return tensor
-
-
-def _placements(tensor: torch.Tensor, name: str) -> tuple[Placement, ...]:
-    return _described(_dtensor(tensor).placements, tensor.dim(), name)
-
-
 def _described(placements: Any, dims: int, name: str) -> tuple[Placement, ...]:
-    """Placements in stored form; raises BlobError for strided ones."""
-    found = tuple(_placement(one, dims, name) for one in placements)
+    """Placements in stored form; raises BlobError for partial and strided ones."""
+    found: list[Placement] = []
+    for one in placements:
+        if one.is_replicate():
+            found.append(Replicated())
+        elif one.is_partial() or not hasattr(one, "dim"):
+            raise BlobError(
+                f"{name!r} is a DTensor with placement {one}, which is not supported: redistribute it "
+                "to Shard or Replicate first"
+            )
+        else:
+            found.append(Sharded(one.dim % dims, int(getattr(one, "split_factor", 1))))
     strides = math.prod(one.split_factor for one in found if isinstance(one, Sharded))
     if strides > MAX_SPLIT_FACTOR:
         raise BlobError(
             f"{name!r} is cut into {strides} strides: redistribute it to Shard or Replicate first"
         )
-    return found
-
-
-def _placement(placement: Any, dims: int, name: str) -> Placement:
-    """One placement in stored form."""
-    if placement.is_replicate():
-        return Replicated()
-    if placement.is_partial() or not hasattr(placement, "dim"):
-        raise BlobError(
-            f"{name!r} is a DTensor with placement {placement}, which is not supported: redistribute it "
-            "to Shard or Replicate first"
-        )
-    return Sharded(placement.dim % dims, int(getattr(placement, "split_factor", 1)))
+    return tuple(found)
 
 
 MAIN_GROUP = "main"
@@ -209,8 +185,8 @@ class Role(str, Enum):
 
     Only PARAMETER and OPTIMIZER tensors are equal on replicas by construction, so only they are split between
     them. STATE is the tree of an object with `state_dict`, SUBCLASS describes a tensor made of inner tensors
-    (see `wrappers`); VALUE is any other value. RNG and GRADIENT belong to the position and to no blob of the
-    user's (`schema.OF_POSITION`).
+    (see `tree_leaves`); VALUE is any other value. RNG and GRADIENT belong to the position and to no blob of
+    the user's (`schema.OF_POSITION`).
     """
 
     PARAMETER = "parameter"
@@ -234,6 +210,16 @@ class Role(str, Enum):
 
 NEEDS_OBJECT = (Role.STATE, Role.SUBCLASS)
 """Roles of a blob's own leaf that can only be loaded into a live object."""
+
+
+GRADIENT_PARTS = INDICES, VALUES, UNSHARDED = "@indices", "@values", "@unsharded"
+"""Ends of the names of leaves that are a part of a gradient."""
+
+
+def parameter_of(gradient: str) -> str:
+    """The leaf of the parameter whose gradient, or part of it, a leaf is."""
+    name = gradient.removeprefix(f"{GRADIENTS}.")
+    return next((name.removesuffix(end) for end in GRADIENT_PARTS if name.endswith(end)), name)
 
 
 @dataclass(frozen=True)
@@ -316,10 +302,7 @@ class LeafSpec:
 
 
 def frozen_of(role: Role | None, tensor: torch.Tensor) -> bool | None:
-    """Whether a parameter or registered tensor has no gradient; None for buffers and other state.
-
-    A tensor computed from others with gradients is not a leaf of autograd and counts as frozen.
-    """
+    """Whether a parameter or registered tensor has no gradient, as computed ones; None for other state."""
     if role is Role.PARAMETER or role is Role.TENSOR:
         return not (tensor.requires_grad and tensor.is_leaf)
     return None
@@ -328,24 +311,20 @@ def frozen_of(role: Role | None, tensor: torch.Tensor) -> bool | None:
 def spec_of(leaf: Leaf) -> LeafSpec:
     """The spec of a leaf; raises BlobError for placements and dtypes that have no stored form."""
     content = leaf.content
+    named = leaf.name, leaf.blob, leaf.role, leaf.group
     if isinstance(content, Value):
-        return _spec(leaf, "value", None, (), content.nbytes)
+        return LeafSpec(*named, "value", None, (), content.nbytes, leaf.alias_of, None, leaf.frozen)
     element = logical_dtype(content.dtype, leaf.name)
     shape = tuple(content.shape)
-    spec = _spec(leaf, "tensor", element.name, shape, element.nbytes(shape))
+    sharding, order, device = None, None, None
     if is_sharded(content):
-        return replace(spec, sharding=sharding_of(content, leaf.name), same_as=leaf.same_as)
-    order, device = order_of(content), device_of(leaf.role, content)
-    if order is None and device is None and leaf.same_as is None:
-        return spec
-    return replace(spec, order=order, device=device, same_as=leaf.same_as)
-
-
-def _spec(
-    leaf: Leaf, kind: Literal["tensor", "value"], dtype: str | None, shape: tuple[int, ...], nbytes: int
-) -> LeafSpec:
-    described = (kind, dtype, shape, nbytes, leaf.alias_of, None, leaf.frozen)
-    return LeafSpec(leaf.name, leaf.blob, leaf.role, leaf.group, *described)
+        sharding = sharding_of(content, leaf.name)
+    else:
+        order, device = order_of(content), device_of(leaf.role, content)
+    return LeafSpec(
+        *named, "tensor", element.name, shape, element.nbytes(shape), leaf.alias_of, sharding, leaf.frozen,
+        order, False, device, leaf.same_as,
+    )  # fmt: skip
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -398,10 +377,7 @@ def learning(
 
 
 def shared_across_files(specs: dict[str, LeafSpec], in_place: Collection[str] = ()) -> dict[str, LeafSpec]:
-    """Tie again what was one tensor and is stored in two files, if both are loaded.
-
-    Tensors `in_place` count as loaded.
-    """
+    """Tie again what was one tensor and is stored in two files, if both are loaded or `in_place`."""
     shared = {
         spec.name: spec.same_as
         for spec in specs.values()

@@ -35,10 +35,8 @@ from torchrelay.checkpoint.state.names import (
     local_part,
     module_parts,
 )
-from torchrelay.checkpoint.state.reads import with_strides_of
-from torchrelay.checkpoint.state.tensor_checks import admitted, admitted_in_place
-from torchrelay.checkpoint.state.tree_leaves import entry_leaves, subclass_leaves, tree_leaves
-from torchrelay.checkpoint.state.wrappers import check_made, is_wrapper
+from torchrelay.checkpoint.state.tensor_memory import admitted, admitted_in_place, is_wrapper, with_strides_of
+from torchrelay.checkpoint.state.tree_leaves import check_made, entry_leaves, subclass_leaves, tree_leaves
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.records import dataclass
 
@@ -48,10 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ModuleEntry:
-    """One entry of a module's state dict: torch's `key` for it, and the leaf's `name`.
-
-    `role` is PARAMETER or BUFFER for the module's own tensors, None for computed ones.
-    """
+    """An entry of a state dict: torch's `key`, the leaf's `name`, and `role`, None for computed ones."""
 
     key: str
     name: str
@@ -62,17 +57,12 @@ class ModuleEntry:
 def module_entries(
     blob: str, module: nn.Module, state: dict[str, Any], parts: Sequence[Part] | None = None
 ) -> list[ModuleEntry]:
-    """The entries of `state`, which is `module.state_dict(keep_vars=True)`, in its order.
-
-    `parts` are those of `module_parts(module)`, if already computed.
-    """
+    """The entries of `state`, which is `module.state_dict(keep_vars=True)`, in its order."""
     parts = module_parts(module) if parts is None else parts
     roles = {id(one): Role.PARAMETER for _, _, part in parts for one in part._parameters.values()}
     roles.update((id(one), Role.BUFFER) for _, _, part in parts for one in part._buffers.values())
     roles.pop(id(None), None)  # a parameter or buffer that is registered without one
-    role_of, name_of = roles.get, key_names(parts)
-    if name_of is None:
-        return [ModuleEntry(key, f"{blob}.{key}", one, role_of(id(one))) for key, one in state.items()]
+    role_of, name_of = roles.get, key_names(parts) or (lambda key, one: key)
     return [
         ModuleEntry(key, f"{blob}.{name_of(key, one)}", one, role_of(id(one))) for key, one in state.items()
     ]
@@ -104,10 +94,7 @@ def module_leaves(
 def own_leaves(
     name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: TensorNames
 ) -> Iterator[Leaf]:
-    """The leaf of a tensor that outlives the listing: its first name owns it, others are aliases.
-
-    A wrapper subclass has a leaf for its description, and one for each inner tensor.
-    """
+    """The leaf of a tensor that outlives the listing, an alias if it is known; all leaves of a wrapper."""
     if is_wrapper(tensor):
         yield from subclass_leaves(
             name, blob, MAIN_GROUP, tensor, lambda n, inner: own_leaves(n, blob, role, inner, first_names)
@@ -119,15 +106,17 @@ def own_leaves(
 
 
 def named_parameters(blob: str, module: nn.Module, states: ModuleStates) -> list[tuple[str, torch.Tensor]]:
-    """The parameters of a module with their leaf names; tied ones under each name.
-
-    A parameter that a user's hook returns under another key has that name. Calls `show_shards`. Raises
-    BlobError for FSDP1.
-    """
+    """Parameters with all their leaf names, those of a user's hook first. Raises BlobError for FSDP1."""
     parts = states.parts(module)
     kinds = show_shards(blob, parts)
     found: list[tuple[str, torch.Tensor]] = []
-    if any(map(_overrides_state, kinds)) or any(_has_own_hooks(part) for _, _, part in parts):
+    hooks = [
+        hook
+        for _, _, part in parts
+        if part._state_dict_hooks or part._state_dict_pre_hooks
+        for hook in (*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values())
+    ]
+    if any(map(_overrides_state, kinds)) or not all(map(_is_of_torch, hooks)):  # keys may be others
         entries = states.entries(blob, module)
         found += [(one.name, one.value) for one in entries if one.role is Role.PARAMETER]
     found += [
@@ -139,19 +128,13 @@ def named_parameters(blob: str, module: nn.Module, states: ModuleStates) -> list
     return found
 
 
-def _has_own_hooks(part: nn.Module) -> bool:
-    """Whether hooks other than torch's may change the keys of a part's state."""
-    if not part._state_dict_hooks and not part._state_dict_pre_hooks:
-        return False
-    hooks = (*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values())
-    return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+def _is_of_torch(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 @lru_cache(maxsize=256)
 def _overrides_state(kind: type[nn.Module]) -> bool:
-    """Whether a class has its own state dict methods."""
-    methods = (kind.state_dict, kind._save_to_state_dict)
-    return not all(str(method.__module__).startswith("torch.") for method in methods)
+    return not all(map(_is_of_torch, (kind.state_dict, kind._save_to_state_dict)))
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -167,10 +150,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def show_shards(blob: str, parts: Sequence[Part]) -> set[Any]:
-    """Make FSDP2 modules show their shards instead of gathered parameters; the classes of all parts.
-
-    Raises BlobError for FSDP1.
-    """
+    """Make FSDP2 modules show their shards; the classes of all parts. Raises BlobError for FSDP1."""
     kinds: set[Any] = {type(part) for _, _, part in parts}
     names = frozenset[str]().union(*map(_class_names, kinds))
     if "FullyShardedDataParallel" in names:
@@ -188,7 +168,6 @@ def show_shards(blob: str, parts: Sequence[Part]) -> set[Any]:
 
 @lru_cache(maxsize=256)
 def _class_names(kind: type) -> frozenset[str]:
-    """Names of a class and its bases."""
     return frozenset(one.__name__ for one in kind.__mro__)
 
 
@@ -211,24 +190,19 @@ class FsdpState:
         """
         if self.optimizer is None or not self.optimizer.state:
             return {"model": self._model_state(), "optimizer": None, "options": self._options()}
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        found = get_optimizer_state_dict(self.module, self.optimizer)
-        return {"model": self._model_state(), "optimizer": _checked(found), "options": None}
+        return {"model": self._model_state(), "optimizer": self._optimizer_state(), "options": None}
 
     def state_dict_to_load_into(self) -> dict[str, Any]:
         """As `state_dict`, with the state of an optimizer after its first step, to be loaded into."""
         if self.optimizer is None or self.optimizer.state:
             return self.state_dict()
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
         options = self._options()
         try:
-            found = get_optimizer_state_dict(self.module, self.optimizer)
+            found = self._optimizer_state()
         finally:
             self.optimizer.state.clear()
             self._set_options(options)
-        return {"model": self._model_state(), "optimizer": _checked(found), "options": None}
+        return {"model": self._model_state(), "optimizer": found, "options": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the state of module and optimizer; all ranks must call together."""
@@ -244,18 +218,20 @@ class FsdpState:
             self._set_options(state["options"])
 
     def _model_state(self) -> dict[str, Any]:
-        """The sharded state of the module."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return dict(_checked(get_model_state_dict(self.module)))
 
+    def _optimizer_state(self) -> Any:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return _checked(get_optimizer_state_dict(self.module, self.optimizer or ()))
+
     def _options(self) -> list[dict[str, Any]]:
-        """The options of the optimizer's groups."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def _set_options(self, options: list[dict[str, Any]]) -> None:
-        """Set the options of the optimizer's groups."""
         if self.optimizer is not None:
             for group, values in zip(self.optimizer.param_groups, options, strict=True):
                 group.update(values)
@@ -283,7 +259,13 @@ def fsdp_state(module: nn.Module, optimizer: Optimizer | None = None) -> FsdpSta
 
 def _checked(state: Any) -> Any:
     """The state; raises BlobError for shards without a mesh."""
-    if "ShardedTensor" in _fsdp_names(state):
+
+    def type_names(state: Any) -> set[str]:
+        if not isinstance(state, Mapping):
+            return {type(state).__name__}
+        return {name for value in state.values() for name in type_names(value)}
+
+    if "ShardedTensor" in type_names(state):
         raise BlobError(
             "FSDP1 without a device mesh gives ShardedTensors, which cannot be stored: wrap with "
             'FullyShardedDataParallel(..., device_mesh=init_device_mesh("cuda", (world_size,)))'
@@ -292,21 +274,10 @@ def _checked(state: Any) -> Any:
 
 
 def _unshared(state: Any) -> Any:
-    """A copy in which no plain tensor occurs twice.
-
-    The parameters of one flat parameter share its `step`; an optimizer that steps them one by one would count
-    each.
-    """
+    """A copy in which no plain tensor occurs twice: an optimizer would count a shared `step` for each."""
     if isinstance(state, Mapping):
         return {key: _unshared(value) for key, value in state.items()}
     return state.clone() if type(state) is torch.Tensor else state
-
-
-def _fsdp_names(state: Any) -> set[str]:
-    """Names of the types of all values in a state."""
-    if not isinstance(state, Mapping):
-        return {type(state).__name__}
-    return {name for value in state.values() for name in _fsdp_names(value)}
 
 
 PARAMS = "params"
@@ -355,7 +326,17 @@ def optimizer_leaves(
                 ):
                     check_made(local, parameter, key, value, f"{first}{key}")
             yield from _entries(first, blob, state, state_names, wrappers=True)
-    yield from _shared_leaves(blob, optimizer, names, state_names)
+    known = {id(parameter) for parameter in parameters(optimizer)}
+    shared = {key: value for key, value in local.state.items() if id(key) not in known}
+    for key in shared:
+        if isinstance(key, torch.Tensor):
+            whose = names.get(id(key), f"a parameter of shape {list(key.shape)}")
+            raise BlobError(
+                f"blob {blob!r} has state of {whose}, which is in none of its groups: delete that state"
+            )
+    if shared:
+        found = tree_leaves(shared, shared_name(blob), blob, OPTIM_GROUP, tensor_role=Role.OPTIMIZER)
+        yield from map(partial(_shared, state_names), found)
 
 
 def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -420,7 +401,6 @@ def shared_name(blob: str) -> str:
 def _entries(
     prefix: str, blob: str, entries: Mapping[Any, Any], state_names: TensorNames, *, wrappers: bool = False
 ) -> Iterator[Leaf]:
-    """Leaves of the entries of a mapping."""
     for key, value in entries.items():
         if not isinstance(key, str):
             raise BlobError(f"{prefix}{key!r} of blob {blob!r}: keys of optimizer state must be text")
@@ -438,20 +418,3 @@ def _shared(state_names: TensorNames, leaf: Leaf) -> Leaf:
     content = leaf.content
     earlier = None if isinstance(content, Value) else state_names.earlier(content, leaf.name)
     return replace(leaf, alias_of=earlier) if earlier is not None else leaf
-
-
-def _shared_leaves(
-    blob: str, optimizer: Optimizer, names: Mapping[int, str], state_names: TensorNames
-) -> Iterator[Leaf]:
-    """The leaf of state that belongs to no parameter, with its tensors."""
-    known = {id(parameter) for parameter in parameters(optimizer)}
-    shared = {key: value for key, value in local_part(optimizer).state.items() if id(key) not in known}
-    for key in shared:
-        if isinstance(key, torch.Tensor):
-            whose = names.get(id(key), f"a parameter of shape {list(key.shape)}")
-            raise BlobError(
-                f"blob {blob!r} has state of {whose}, which is in none of its groups: delete that state"
-            )
-    if shared:
-        found = tree_leaves(shared, shared_name(blob), blob, OPTIM_GROUP, tensor_role=Role.OPTIMIZER)
-        yield from map(partial(_shared, state_names), found)

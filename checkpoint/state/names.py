@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchrelay.checkpoint.format.dtypes import all_dense, all_in_memory, is_storable
-from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard
-from torchrelay.checkpoint.state.wrappers import is_wrapper
+from torchrelay.checkpoint.state.leaf import is_sharded, local_of, memory_of_shard
+from torchrelay.checkpoint.state.tensor_memory import is_wrapper
 from torchrelay.errors import BlobError
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.containers import is_container
@@ -74,7 +74,10 @@ def has_stock_state(optimizer: Optimizer) -> bool:
     base = Optimizer if (local := local_part(optimizer)) is optimizer else _zero_redundancy(optimizer)
     stock = type(optimizer).state_dict is base.state_dict
     stock_load = type(optimizer).load_state_dict is base.load_state_dict
-    hooked = any(getattr(optimizer, name, None) for name in _OPTIMIZER_HOOKS)
+    hooks = (
+        f"_optimizer_{which}state_dict_{when}_hooks" for which in ("", "load_") for when in ("pre", "post")
+    )
+    hooked = any(getattr(optimizer, name, None) for name in hooks)
     return stock and stock_load and not hooked and (local is optimizer or has_stock_state(local))
 
 
@@ -108,27 +111,16 @@ def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -
         )
 
 
-_OPTIMIZER_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
 def optimizers_in(value: Any, depth: int = 4) -> Iterator[Optimizer]:
     """An optimizer, or those among the attributes of an object, in nested containers and objects too."""
     if isinstance(value, Optimizer):
         yield value
     elif depth and not isinstance(value, torch.Tensor | nn.Module | LRScheduler | str | type):
         inner = value if isinstance(value, list | tuple) else getattr(value, "__dict__", value)
-        if isinstance(inner, Mapping | list | tuple) and len(inner) < _MANY:
+        # A longer container is data, without optimizers.
+        if isinstance(inner, Mapping | list | tuple) and len(inner) < 1000:
             for one in inner.values() if isinstance(inner, Mapping) else inner:
                 yield from optimizers_in(one, depth - 1)
-
-
-_MANY = 1000
-"""Number of entries above which a container is data, without optimizers."""
 
 
 def all_plain_memory(values: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
@@ -344,11 +336,11 @@ class TensorNames:
         return self._among(memory_place(tensor), tensor)
 
     def _among(self, place: object, tensor: torch.Tensor) -> str | None:
-        """The name among views that begin at the same address."""
         first = self._first.get(place)
         if first is None:
             return None
-        return next((n for n, one in (first, *self._others.get(place, ())) if _is_same(one, tensor)), None)
+        views = (first, *self._others.get(place, ()))
+        return next((n for n, one in views if one is tensor or _view_of(one) == _view_of(tensor)), None)
 
 
 def is_reordered(tensor: torch.Tensor) -> bool:
@@ -359,35 +351,21 @@ def is_reordered(tensor: torch.Tensor) -> bool:
 
 def memory_place(tensor: torch.Tensor) -> object:
     """Address of the memory; for a tensor without any (empty, meta) the identity of its storage."""
-    kind = type(tensor)
-    plain = kind is torch.Tensor or kind is nn.Parameter or not is_sharded(tensor)
-    memory = tensor if plain else memory_of_shard(tensor)
+    memory = memory_of_shard(tensor) if type(tensor) not in _TENSORS and is_sharded(tensor) else tensor
     try:
         return memory.data_ptr() or (memory.untyped_storage()._cdata, memory.storage_offset())
     except (RuntimeError, NotImplementedError):  # sparse, for example: only itself
         return f"tensor {id(tensor)}"
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one."""
-    if one is other:
-        return True
-    if is_sharded(one) or is_sharded(other):
-        both = is_sharded(one) and is_sharded(other)
-        return both and _shard_of(one) == _shard_of(other)
-    return _view_of(one) == _view_of(other)
-
-
-def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _view_of(tensor: Any) -> tuple[Any, ...]:
+    """What two tensors that begin at one address have in common if they are one."""
+    if is_sharded(tensor):
+        where = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        return (*where, _view_of(memory_of_shard(tensor)))
     if tensor.layout is not torch.strided:
         return (id(tensor),)
-    flipped = (tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), flipped)
-
-
-def _shard_of(tensor: Any) -> tuple[Any, ...]:
-    where = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    return (*where, _view_of(memory_of_shard(tensor)))
+    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -412,17 +390,20 @@ class Extents:
     def overlap(self, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor may share a byte with the others, which extend those of the last call."""
         for other in others[self._looked_at :]:
-            storage, first, behind = extent_of(other)
-            self._found[storage].append((first, behind))
+            storage, *extent = extent_of(other)
+            self._found[storage].append((extent[0], extent[1]))
         self._looked_at = len(others)
         storage, begin, end = extent_of(tensor)
-        return any(first < end and begin < behind for first, behind in self._found.get(storage, ()))
+        return any(first < end and begin < last for first, last in self._found.get(storage, ()))
 
 
 def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
     """For each tensor that shares bytes with an earlier one in memory: its name, and the offset in bytes."""
-    if _lie_apart(list(tensors.values())):
-        return {}
+    if all_plain_memory(plain := list(tensors.values())):
+        addresses, sizes = map(torch.Tensor.data_ptr, plain), map(attrgetter("nbytes"), plain)
+        places = sorted(zip(addresses, sizes, strict=True))
+        if all(one + size <= other for (one, size), (other, _) in pairwise(places)):
+            return {}
     extents = sorted((*extent_of(one), name) for name, one in tensors.items())
     found: dict[str, tuple[str, int]] = {}
     before: list[tuple[int, int, int, str]] = []
@@ -437,26 +418,13 @@ def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int
     return found
 
 
-def _lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are plain and contiguous, and none begins before the previous one ends."""
-    if not all_plain_memory(tensors):
-        return False
-    addresses, sizes = map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors)
-    places = sorted(zip(addresses, sizes, strict=True))
-    return all(one + size <= other for (one, size), (other, _) in pairwise(places))
-
-
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors with overlapping extents share bytes: two columns of a matrix do not."""
-    one, other = (memory_of_shard(it) if is_sharded(it) else it for it in (one, other))
+    one, other = map(local_of, (one, other))
     if one.itemsize != other.itemsize or (one.is_contiguous() and other.is_contiguous()):
         return True
     first = min(one.storage_offset(), other.storage_offset())
-    begins = [it.storage_offset() - first for it in (one, other)]
-    ends = [
-        begin + (extent_of(it)[2] - extent_of(it)[1]) // it.itemsize
-        for it, begin in zip((one, other), begins, strict=True)
-    ]
-    taken = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride(), begins[0]).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), begins[1]).any())
+    end = max(extent_of(it)[2] // it.itemsize for it in (one, other))
+    taken = torch.zeros(end - first, dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

@@ -24,18 +24,19 @@ from torchrelay.checkpoint.state.flatten import ModuleStates
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, module_entries, named_parameters, parts_of
 from torchrelay.checkpoint.state.names import TensorNames
-from torchrelay.checkpoint.state.reads import form, put
-from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.module import has_load_code
-from torchrelay.checkpoint.state.tensor_checks import (
+from torchrelay.checkpoint.state.steps import gate
+from torchrelay.checkpoint.state.tensor_memory import (
     NOTHING,
     InPlace,
     admitted,
     admitted_in_place,
     fitting,
+    form,
+    is_wrapper,
+    put,
     unwritable,
 )
-from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import BlobError, PartiallyLoadedError, UsageError
 from torchrelay.jobs.runtime import Signature
 from torchrelay.models.archive.manifest import (
@@ -423,7 +424,7 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
                 memory = torch.empty(part.shape, dtype=part.dtype)
                 stored.read_range(archive.ties.get(name, name), start, dtypes.memory_of(memory))
                 put(part, memory)
-        stored.read_all(places, live.memories)
+        stored.read_all(places, live.plain.memories)
     return report
 
 

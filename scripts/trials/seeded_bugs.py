@@ -321,7 +321,7 @@ def _behind() -> Iterator[Bug]:
     )
     yield Bug(
         "no thread waits at the gate",
-        "checkpoint/state/restore/gate.py",
+        "checkpoint/state/steps.py",
         "        one.pass_gate()\n",
         "        pass\n",
         ["tests/runners/test_background_saves.py"],

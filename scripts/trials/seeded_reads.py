@@ -33,7 +33,7 @@ def reading() -> Iterator[Bug]:
     yield Bug(
         "tensors of one shape are believed to be cut alike",
         "checkpoint/state/leaf.py",
-        "form = (tensor.shape, tuple(coordinate), placements, tuple(map(type, placements)))",
+        "form = (tensor.shape, tuple(coordinate), tensor.placements, tuple(map(type, tensor.placements)))",
         "form = (tensor.shape, tuple(coordinate))",
         ["tests/checkpoint/test_targets.py"],
     )

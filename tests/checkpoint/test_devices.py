@@ -17,7 +17,7 @@ from keeps import Keeps
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.save import capture
-from torchrelay.checkpoint.state import leaf, reads
+from torchrelay.checkpoint.state import leaf, tensor_memory
 from torchrelay.checkpoint.state.restore import container
 from torchrelay.errors import DamagedError
 
@@ -79,7 +79,7 @@ def test_new_tensors_go_to_the_gpu_that_they_were_saved_on(tmp_path, saved_on_de
     def device_for(spec: leaf.LeafSpec) -> torch.device | None:
         return None if spec.device is None else torch.device("meta")
 
-    for module in (reads, container):
+    for module in (tensor_memory, container):
         monkeypatch.setattr(module, "device_for", device_for)
     assert devices(train(tmp_path / "run")) == {
         "state": "meta", "state cpu": "cpu", "in place": "meta", "item": "cpu", "gained": "meta",
@@ -102,7 +102,8 @@ def test_devices_are_counted_from_that_of_the_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     spec = leaf.spec_of(leaf.Leaf("x", "x", leaf.Role.TENSOR, "main", torch.zeros(2)))
     homes = {
-        name: reads.device_for(replace(spec, device=name)) for name in (None, "cuda", "cuda:1", "cuda:3")
+        name: tensor_memory.device_for(replace(spec, device=name))
+        for name in (None, "cuda", "cuda:1", "cuda:3")
     }
     assert homes == {
         None: None, "cuda": torch.device("cuda:2"), "cuda:1": torch.device("cuda:3"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
 from torchrelay.checkpoint.save.staging import StagedCopies, late_leaves
-from torchrelay.checkpoint.state.restore.gate import Guards, gate
+from torchrelay.checkpoint.state.steps import Guards, gate
 
 
 def _gates(one: nn.Module | torch.optim.Optimizer) -> int:

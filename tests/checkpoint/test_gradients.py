@@ -25,11 +25,11 @@ from torchrelay import (
 )
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.state import gradients
 from torchrelay.checkpoint.state.flatten import parameter_names
-from torchrelay.checkpoint.state.gradients import gradient_leaves, watch_steps
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
-from torchrelay.checkpoint.state.restore.gradients import Gradients
+from torchrelay.checkpoint.state.restore import gradients
+from torchrelay.checkpoint.state.restore.gradients import Gradients, gradient_leaves
+from torchrelay.checkpoint.state.steps import watch_steps
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

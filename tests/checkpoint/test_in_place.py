@@ -18,7 +18,7 @@ from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard import reads
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.load import objects as from_epochs
-from torchrelay.checkpoint.state.tensor_checks import NOTHING, fitting
+from torchrelay.checkpoint.state.tensor_memory import NOTHING, fitting
 from torchrelay.errors import BlobError, RelayError
 
 NAMES = ["a", "b", "c.x", "c.y", "d", "d-e", "f_2"]

@@ -17,7 +17,14 @@ from torchrelay import Job as RelayJob
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.names import Flat, parse_key
 from torchrelay.checkpoint.format.position import Position
-from torchrelay.checkpoint.load.reads.shared_reads import PIECE, common_rows, readers_of, shares, to_ranges
+from torchrelay.checkpoint.load.reads.shared_reads import (
+    PIECE,
+    common_rows,
+    in_turn,
+    readers_of,
+    shares,
+    to_ranges,
+)
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 
@@ -51,7 +58,7 @@ def test_every_byte_is_in_exactly_one_share(sizes: list[int], nodes: int, hosts:
     read = {reader: sum(p.nbytes for b in batches for p in b) for reader, batches in drawn.batches.items()}
     assert all(abs(nbytes - sum(sizes) / hosts) <= PIECE for nbytes in read.values())
     assert all(sum(p.nbytes for p in b) <= PIECE for batches in drawn.batches.values() for b in batches)
-    turns = list(drawn.in_turn())
+    turns = list(in_turn(drawn))
     for reader, batches in drawn.batches.items():
         assert tuple(batch for who, batch in turns if who == reader) == batches
 

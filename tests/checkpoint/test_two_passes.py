@@ -27,7 +27,7 @@ from torchrelay.checkpoint.load import tensors as atomic_load
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.tensors import Loading, TensorRead
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
-from torchrelay.checkpoint.state.reads import Read
+from torchrelay.checkpoint.state.tensor_memory import Read
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError
 from torchrelay.models.archive import api as archive_loads

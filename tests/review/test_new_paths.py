@@ -30,9 +30,9 @@ from torchrelay.checkpoint.save.agreement import BroadcastBuffers, SpecExchange
 from torchrelay.checkpoint.save.background import Background
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.staging import Copier, StagedCopies
+from torchrelay.checkpoint.state import steps
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.restore import gate
 from torchrelay.errors import DamagedError, PeerError, SaveFailedError, UnknownEpochError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed
@@ -218,9 +218,9 @@ def test_a_child_forked_while_copies_are_made_does_not_wait_for_them() -> None:
             optimizer.step()
             return 0 if float(weight.detach()[0]) == -1.0 else 2
 
-        assert gate._copying == [copies]
+        assert steps._copying == [copies]
         assert in_child(stepped) == 0
-        assert gate._copying == [copies]
+        assert steps._copying == [copies]
     finally:
         copies.release()
 
@@ -381,17 +381,17 @@ def test_an_interrupt_while_a_save_begins_leaves_no_closed_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After Ctrl-C between the gate and the thread that opens it, optimizers of this process still step."""
-    close, hit = gate.close, list[Any]()
+    close, hit = steps.close_gate, list[Any]()
 
     def interrupted(copies: Any) -> None:
         close(copies)
         hit.append(copies)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gate, "close", interrupted)
+    monkeypatch.setattr(steps, "close_gate", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "run", 2, asynchronous=True)
-        assert hit and gate._copying == []
+        assert hit and steps._copying == []
     finally:
-        gate._copying.clear()
+        steps._copying.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field
 from functools import cached_property, lru_cache, partial
 from itertools import groupby
@@ -69,7 +69,10 @@ class Copy:
         pending = [self.part]
         while pending:
             box = pending.pop()
-            start, stop = _hull(self.source, box)
+            start = last = 0  # the first and last element of the box within those of `source`
+            for (low, high), (a, b) in zip(self.source, box, strict=True):
+                start, last = start * (high - low) + a - low, last * (high - low) + b - 1 - low
+            stop = last + 1
             if (stop - start) * item_bytes <= SLAB_BYTES or volume(box) == 1:
                 yield Slab(self, box, (self.first + start, self.first + stop), item_bytes)
             else:
@@ -94,14 +97,13 @@ class Slab:
         """Copy the box from its bytes `data` to its place in the destination."""
         import torch
 
-        form = self._form
-        source = torch.frombuffer(data, dtype=form.kind).as_strided(form.size, form.strides)
-        target = torch.frombuffer(destination, dtype=form.kind).view(form.shape)
-        target[form.place].copy_(source)
+        kind, size, strides, shape, place = self._form
+        source = torch.frombuffer(data, dtype=kind).as_strided(size, strides)
+        torch.frombuffer(destination, dtype=kind).view(shape)[place].copy_(source)
 
     @cached_property
-    def _form(self) -> _Form:
-        """Cached: leaves of one form have the same slabs."""
+    def _form(self) -> tuple[Any, list[int], list[int], list[int], tuple[slice, ...]]:
+        """In words: type, size and strides of the bytes, and place in a shape. Equal leaves share it."""
         import torch
 
         words = next(size for size in (8, 4, 2, 1) if self.item_bytes % size == 0)
@@ -112,27 +114,7 @@ class Slab:
         size = [stop - start for start, stop in self.box]
         moved = zip(self.box, self.copy.part, self.copy.place, strict=True)
         place = tuple(slice(a - low + at, b - low + at) for (a, b), (low, _), (at, _) in moved)
-        return _Form(kind, [*size, many], [*strides, 1], [*self.copy.shape, many], place)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A slab as torch views: `size` and `strides` of the bytes read, and its `place` in `shape`, in words."""
-
-    kind: Any
-    size: list[int]
-    strides: list[int]
-    shape: list[int]
-    place: tuple[slice, ...]
-
-
-def _hull(outer: Bounds, box: Bounds) -> Interval:
-    """From the first to beyond the last element of a box within the elements of `outer`."""
-    start = stop = 0
-    for (low, high), (a, b) in zip(outer, box, strict=True):
-        start = start * (high - low) + a - low
-        stop = stop * (high - low) + b - 1 - low
-    return start, stop + 1
+        return kind, [*size, many], [*strides, 1], [*self.copy.shape, many], place
 
 
 PASSING_BYTES = 8 << 20
@@ -156,8 +138,6 @@ class BoxRead:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A slab to be read, and its destination."""
-
     header: ShardHeader
     key: str
     entry: StoredEntry
@@ -166,12 +146,10 @@ class _Placed:
 
     @property
     def start(self) -> int:
-        """Its first byte in the file."""
         return self.entry.start + self.span[0]
 
     @property
     def span(self) -> tuple[int, int]:
-        """The wanted byte range of the entry."""
         return self.slab.span
 
     @property
@@ -211,9 +189,22 @@ class BoxPlan:
 
     def _read(self, batch: _Batch, options: ReadOptions, handle: ReadHandle) -> None:
         """Read one portion and copy it into place."""
-        memory = self._spare.pop() if self._spare else Passing()
+        memory, slabs = self._spare.pop() if self._spare else Passing(), batch.slabs
+        header, spans = slabs[0].header, [one.span for one in slabs]
         try:
-            (_read_large if batch.large else _read_small)(batch, handle, memory, options)
+            if batch.large:  # slabs of one entry are copied block by block
+                passing = header.read_passing(handle, slabs[0].key, spans, memory, options)
+                for data, one in zip(passing, slabs, strict=True):
+                    one.slab.put(data, one.destination)
+                return
+            room, at, requests = memory.room(batch.nbytes), 0, list[ReadRequest]()
+            for one, (start, end) in zip(slabs, spans, strict=True):
+                requests.append(ReadRequest(one.key, start, end, room[at : at + end - start]))
+                at += end - start
+            for portion in header.portions(requests, options):
+                portion.read(handle)
+            for one, request in zip(slabs, requests, strict=True):
+                one.slab.put(request.destination, one.destination)
         finally:
             self._spare.append(memory)
 
@@ -251,23 +242,22 @@ def moves(
     copies = [list(_copies(form, shape, target)) for form in forms]
     if problem := uncovered(target.shape, [copy.place for some in copies for copy in some]):
         return problem, ()
-    return None, tuple(_move(part, some, width) for part, some in enumerate(copies) if some)
-
-
-def _move(part: int, copies: Sequence[Copy], width: int) -> _Move:
-    """The move of one stored part."""
-    straight: list[tuple[int, int, int]] = []
-    slabs: list[Slab] = []
-    for copy in copies:
-        if (run := copy.straight) is None:
-            slabs += copy.slabs(width)
-            continue
-        (start, stop), at = run
-        start, stop, at = start * width, stop * width, at * width
-        if straight and straight[-1][1] == start and straight[-1][2] + start - straight[-1][0] == at:
-            start, _, at = straight.pop()
-        straight.append((start, stop, at))
-    return _Move(part, tuple(straight), tuple(slabs))
+    found: list[_Move] = []
+    for part, some in enumerate(copies):
+        straight: list[tuple[int, int, int]] = []
+        slabs: list[Slab] = []
+        for copy in some:
+            if (run := copy.straight) is None:
+                slabs += copy.slabs(width)
+                continue
+            (start, stop), at = run
+            start, stop, at = start * width, stop * width, at * width
+            if straight and straight[-1][1] == start and straight[-1][2] + start - straight[-1][0] == at:
+                start, _, at = straight.pop()
+            straight.append((start, stop, at))
+        if some:
+            found.append(_Move(part, tuple(straight), tuple(slabs)))
+    return None, tuple(found)
 
 
 def _copies(form: PartForm, shape: tuple[int, ...], target: LocalTarget) -> Iterator[Copy]:
@@ -296,7 +286,6 @@ class _Batch:
     _end: int = 0
 
     def takes(self, one: _Placed) -> bool:
-        """Add a slab, unless the batch is full."""
         start, stop = one.span
         if self.large:
             start = max(start // BLOCK * BLOCK, self._end)
@@ -310,9 +299,9 @@ class _Batch:
 
 
 def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
-    """All slabs in batches, in their order."""
-    by_entry = groupby(order, lambda one: (one.header.path, one.is_large, one.key if one.is_large else ""))
-    for (_, large, _), some in by_entry:
+    for (_, large, _), some in groupby(
+        order, lambda one: (one.header.path, one.is_large, one.key if one.is_large else "")
+    ):
         batch = _Batch(large)
         for one in some:
             if not batch.takes(one):
@@ -320,24 +309,3 @@ def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
                 batch = _Batch(large)
                 batch.takes(one)
         yield batch
-
-
-def _read_large(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
-    """Copy slabs of one entry into place, block by block."""
-    first, spans = batch.slabs[0], [one.span for one in batch.slabs]
-    passing = first.header.read_passing(handle, first.key, spans, memory, options)
-    for data, one in zip(passing, batch.slabs, strict=True):
-        one.slab.put(data, one.destination)
-
-
-def _read_small(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
-    """Copy slabs of some entries, each of a block at most, into place after all are read."""
-    room, at, requests = memory.room(batch.nbytes), 0, list[ReadRequest]()
-    for one in batch.slabs:
-        start, end = one.span
-        requests.append(ReadRequest(one.key, start, end, room[at : at + end - start]))
-        at += end - start
-    for portion in batch.slabs[0].header.portions(requests, options):
-        portion.read(handle)
-    for one, request in zip(batch.slabs, requests, strict=True):
-        one.slab.put(request.destination, one.destination)

@@ -135,12 +135,7 @@ class LeafReader:
         self.read_many([LeafRead(leaf, destination, node)])
 
     def read_many(self, reads: Iterable[LeafRead]) -> None:
-        """Fill all destinations, verified, in the order of the files.
-
-        A mismatch is read again before it is believed. After an error destinations are undefined. Raises
-        UsageError for an unknown name, a value, or memory of another size; DamagedError and StorageError for
-        stored bytes.
-        """
+        """Fill all destinations as `ReadPlan.read` does; raises UsageError for memory of another size."""
         self.plan(reads).read(self.options)
 
     def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
@@ -203,7 +198,7 @@ class LeafReader:
 
     def read_stored(self, header: ShardHeader, requests: list[ReadRequest]) -> None:
         """Read requests of one file, verified; a mismatch is read again before it is believed."""
-        _read_twice(header, requests, self.options)
+        seen_twice(partial(header.read_many, requests, self.options))
 
     def read_range(
         self, leaf: str, start: int, stop: int, destination: memoryview, node: str | None = None
@@ -224,7 +219,7 @@ class LeafReader:
             first, last = max(start, begin), min(stop, end)
             if first < last:
                 part = target[first - start : last - start]
-                _read_twice(header, [ReadRequest(text, first - begin, last - begin, part)], self.options)
+                self.read_stored(header, [ReadRequest(text, first - begin, last - begin, part)])
 
     def value_json(self, leaf: str, node: str | None = None) -> Json:
         """A value in its typed form."""
@@ -254,10 +249,7 @@ class LeafReader:
         return str(hashed.hexdigest())
 
     def same_content(self, one: Source, other: Source) -> bool:
-        """Whether two tensors of one form, each of a given node, have the same bytes.
-
-        Compares headers; reads both tensors only if they are cut into different boxes.
-        """
+        """Whether two tensors of one form have the same bytes: by headers, or read if cut differently."""
         if self.digest(*one) == self.digest(*other):
             return True
         rows = [find_row(self.manifest, *source) for source in (one, other)]
@@ -271,7 +263,6 @@ class LeafReader:
         return whole[0] == whole[1]
 
     def _requests(self, read: LeafRead) -> list[tuple[ShardHeader, ReadRequest]]:
-        """The requests of a leaf that is not read in boxes."""
         spec = self.spec(read.leaf, read.node)
         memory = _memory(spec, read, spec.elements)
         found = []
@@ -282,7 +273,6 @@ class LeafReader:
         return found
 
     def _sharded(self, read: LeafRead) -> bool:
-        """Whether a leaf is on a mesh."""
         return isinstance(self.manifest.layouts[self.spec(read.leaf, read.node).layout], Mesh)
 
     def boxes(self, read: LeafRead) -> BoxRead:
@@ -318,14 +308,8 @@ class LeafReader:
 
 
 def _memory(spec: LeafRow, read: LeafRead, elements: int) -> memoryview:
-    """The destination as bytes; raises UsageError for a wrong size."""
     size = elements * spec.item_bytes
     memory = read.destination.cast("B")
     if spec.kind != "tensor" or (len(memory) != size and read.destination is not NOWHERE):
         raise UsageError(f"{read.leaf!r} ({size} bytes, {spec.kind}) cannot fill {len(memory)} bytes")
     return memory
-
-
-def _read_twice(header: ShardHeader, requests: list[ReadRequest], options: ReadOptions) -> None:
-    """Read requests; after a mismatch once more."""
-    seen_twice(lambda: header.read_many(requests, options))

@@ -15,6 +15,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, zip_longest
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
@@ -24,9 +25,10 @@ from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.lookup import find_row
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
-from torchrelay.checkpoint.state.reads import Read
+from torchrelay.checkpoint.state.tensor_memory import Read
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.runtime import Worker
 from torchrelay.jobs.session import Session, Wire, together
 from torchrelay.records import dataclass
 
@@ -61,16 +63,14 @@ Batch = tuple[ReadSlice, ...]
 """Slices that are broadcast together."""
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Batches that each reader reads, contiguous; readers are processes, one per host."""
+Shares = Mapping[int, tuple[Batch, ...]]
+"""Batches that each reader reads, contiguous; readers are processes, one per host."""
 
-    batches: dict[int, tuple[Batch, ...]]
 
-    def in_turn(self) -> Iterator[tuple[int, Batch]]:
-        """(reader, batch) in the order of the broadcasts: readers alternate, so that all read in parallel."""
-        for turn in zip_longest(*self.batches.values()):
-            yield from ((reader, batch) for reader, batch in zip(self.batches, turn, strict=True) if batch)
+def in_turn(shares: Shares) -> Iterator[tuple[int, Batch]]:
+    """(reader, batch) in the order of the broadcasts: readers alternate, so that all read in parallel."""
+    for turn in zip_longest(*shares.values()):
+        yield from ((reader, batch) for reader, batch in zip(shares, turn, strict=True) if batch)
 
 
 def readers_of(nodes: Iterable[NodePlace]) -> tuple[int, ...]:
@@ -89,10 +89,10 @@ def to_ranges(rows: Iterable[int]) -> Ranges:
     return [[run[0], run[-1] + 1] for run in found]
 
 
-def common_rows(told: Sequence[Ranges | None], manifest: Manifest) -> tuple[int, ...]:
+def common_rows(offers: Sequence[Ranges | None], manifest: Manifest) -> tuple[int, ...]:
     """The rows that all processes named; empty if one named none, or if sharing does not pay."""
     # one object for all equal answers, so it is parsed once
-    distinct = list({id(ranges): ranges for ranges in told}.values())
+    distinct = list({id(ranges): ranges for ranges in offers}.values())
     if any(ranges is None for ranges in distinct):
         return ()
     sets = [{row for first, end in ranges or () for row in range(first, end)} for ranges in distinct]
@@ -102,7 +102,13 @@ def common_rows(told: Sequence[Ranges | None], manifest: Manifest) -> tuple[int,
 
 def shares(manifest: Manifest, rows: Iterable[int], readers: Sequence[int]) -> Shares:
     """Divide the bytes of rows between readers, in the order of the files."""
-    batches = list(_batches(sorted(_parts(manifest, rows), key=lambda part: _place(manifest, part))))
+
+    def place(part: ReadSlice) -> tuple[int, int, str, int, int]:
+        """The position in the files."""
+        leaf = manifest.leaves[part.row]
+        return (leaf.source, part.node, leaf.group, part.row, part.start)
+
+    batches = list(_batches(sorted(_parts(manifest, rows), key=place)))
     total = sum(part.nbytes for batch in batches for part in batch)
     found: dict[int, list[Batch]] = {reader: [] for reader in readers}
     passed = 0
@@ -110,7 +116,7 @@ def shares(manifest: Manifest, rows: Iterable[int], readers: Sequence[int]) -> S
         size = sum(part.nbytes for part in batch)
         found[readers[(2 * passed + size) * len(readers) // (2 * total)]].append(batch)
         passed += size
-    return Shares({reader: tuple(mine) for reader, mine in found.items()})
+    return {reader: tuple(mine) for reader, mine in found.items()}
 
 
 def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[ReadSlice]:
@@ -122,12 +128,6 @@ def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[ReadSlice]:
             text = format_key(key)
             for start in range(0, size, PIECE):
                 yield ReadSlice(row, node, text, start, min(size, start + PIECE), base + start)
-
-
-def _place(manifest: Manifest, part: ReadSlice) -> tuple[int, int, str, int, int]:
-    """Sort key: the position of a slice in the files."""
-    leaf = manifest.leaves[part.row]
-    return (leaf.source, part.node, leaf.group, part.row, part.start)
 
 
 def _batches(parts: Iterable[ReadSlice]) -> Iterator[Batch]:
@@ -156,6 +156,7 @@ class SharedReads:
         self._memory = memory
         self._staging = memoryview(bytearray(PIECE))  # now: nothing may fail between two broadcasts
         self._failed: Exception | None = None
+        self._failed_read: BaseException | None = None
 
     def run(self) -> None:
         """Fill all destinations, verified; all processes call this at the same time.
@@ -163,15 +164,31 @@ class SharedReads:
         After an error destinations are undefined. Raises as `LeafReader.read_many` does, and PeerError when
         another process is lost.
         """
-        ahead = _Ahead(self, self._shares.batches.get(self._wire.rank, ()))
+        worker, ended = Worker("torchrelay-read-ahead"), threading.Event()
+
+        def read_ahead(batch: Batch) -> None:
+            try:
+                if self._failed_read is None and not ended.is_set():
+                    self.read(batch)
+            except BaseException as error:  # the receivers find the bytes wrong
+                self._failed_read = error
+
+        mine = [partial(read_ahead, batch) for batch in self._shares.get(self._wire.rank, ())]
+        ahead = [(read, worker.submit(read)) for read in mine]
+        following = iter(ahead)
         try:
-            for reader, batch in self._shares.in_turn():
+            for reader, batch in in_turn(self._shares):
                 if reader == self._wire.rank:
-                    ahead.wait()
+                    read, item = next(following)
+                    worker.wait(item) if item is not None else read()  # without a thread it is read now
                 self._broadcast(reader, batch)
         finally:
-            ahead.close()
-        failed = ahead.failed or self._failed
+            ended.set()
+            for _, item in ahead:
+                if item is not None:
+                    worker.wait(item)
+            worker.stop()
+        failed = self._failed_read or self._failed
         if failed is not None:
             raise failed
 
@@ -183,29 +200,24 @@ class SharedReads:
             self._reader.read_stored(found[0][0], [request for _, request in found])
 
     def _broadcast(self, reader: int, batch: Batch) -> None:
-        """Broadcast a batch from or to the destinations."""
         mine = reader == self._wire.rank
         if len(batch) == 1:
             self._wire.broadcast(self._target(batch[0]), reader)
         else:
-            self._broadcast_staged(reader, batch, mine=mine)
+            staged, at = [], 0
+            for part in batch:
+                staged.append((self._target(part), self._staging[at : at + part.nbytes]))
+                at += part.nbytes
+            for target, stage in staged if mine else ():
+                stage[:] = target
+            self._wire.broadcast(self._staging[:at], reader)
+            for target, stage in () if mine else staged:
+                target[:] = stage
         if not mine and self._failed is None:
             try:
                 self._verify(batch)
             except Exception as error:
                 self._failed = error
-
-    def _broadcast_staged(self, reader: int, batch: Batch, *, mine: bool) -> None:
-        """Broadcast a batch through a buffer."""
-        staged, at = [], 0
-        for part in batch:
-            staged.append((self._target(part), self._staging[at : at + part.nbytes]))
-            at += part.nbytes
-        for target, stage in staged if mine else ():
-            stage[:] = target
-        self._wire.broadcast(self._staging[:at], reader)
-        for target, stage in () if mine else staged:
-            target[:] = stage
 
     def _verify(self, batch: Batch) -> None:
         """Verify received bytes, as those of a disk; wrong ones are read from the storage."""
@@ -216,56 +228,13 @@ class SharedReads:
             self.read(batch)
 
     def _header(self, part: ReadSlice) -> ShardHeader:
-        """The header of the file of a slice."""
         return self._reader.header(self._reader.manifest.leaves[part.row], part.node, part.key)
 
     def _request(self, part: ReadSlice) -> ReadRequest:
-        """The read of a slice into its destination."""
         return ReadRequest(part.key, part.start, part.stop, self._target(part))
 
     def _target(self, part: ReadSlice) -> memoryview:
-        """The destination of a slice."""
         return self._memory[part.row][part.at : part.at + part.nbytes]
-
-
-class _Ahead:
-    """Reads batches in a thread, in order, while earlier ones are sent to the others."""
-
-    def __init__(self, reads: SharedReads, batches: tuple[Batch, ...]) -> None:
-        self.failed: BaseException | None = None
-        self._reads = reads
-        self._batches = batches
-        self._done = threading.Semaphore(0)
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="torchrelay-read-ahead", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no more threads in this process
-            self._run()
-
-    def wait(self) -> None:
-        """Wait until the next batch is read or has failed: then the receivers find it wrong."""
-        self._done.acquire()
-
-    def close(self) -> None:
-        """Stop the thread and wait for its last read."""
-        self._stopped = True
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        """Read all batches, in order."""
-        try:
-            for batch in self._batches:
-                if self._stopped:
-                    return
-                self._reads.read(batch)
-                self._done.release()
-        except BaseException as error:
-            self.failed = error
-        finally:
-            if self._batches:
-                self._done.release(len(self._batches))
 
 
 def options_of(session: Session) -> ReadOptions:
@@ -286,7 +255,15 @@ def shareable(manifest: Manifest, reads: Sequence[Read], node: str | None) -> di
     """The reads of a node that other hosts may do as well, by row."""
     rows = [(find_row(manifest, read.leaf, node), read) for read in reads if read.target is None]
     count = Counter(row for row, _ in rows)
-    return {row: read for row, read in rows if count[row] == 1 and _one_for_all(manifest, row)}
+    leaves = {row: manifest.leaves[row] for row in count}  # those that are tensors which all nodes share
+    shared = {
+        row
+        for row, leaf in leaves.items()
+        if leaf.kind == "tensor"
+        and leaf.nbytes > 0
+        and isinstance(manifest.layouts[leaf.layout], (ReplicatedLayout, Split))
+    }
+    return {row: read for row, read in rows if count[row] == 1 and row in shared}
 
 
 def offer(session: Session, rows: Mapping[int, Read]) -> Ranges | None:
@@ -313,23 +290,11 @@ def agreed(
         if wire is None:
             raise UsageError("this session has no connections for share_reads: load without")
         drawn = shares(reader.manifest, common, readers_of(session.nodes))
-        memory = {row: _memory(reader.manifest, row, rows[row]) for row in common}
+        memory = {row: memory_of(rows[row].memory()) for row in common}
+        for row, one in memory.items():
+            if len(one) != (leaf := reader.manifest.leaves[row]).nbytes:
+                raise UsageError(f"{leaf.name!r} ({leaf.nbytes} bytes) cannot fill {len(one)} bytes")
         ready.append(SharedReads(reader, wire, drawn, memory))
 
     together(session.peers, "load: shares", prepare)
     return ready[0], frozenset(rows[row].leaf for row in common)
-
-
-def _one_for_all(manifest: Manifest, row: int) -> bool:
-    """Whether a leaf is a tensor that all its nodes share."""
-    leaf = manifest.leaves[row]
-    layout = manifest.layouts[leaf.layout]
-    return leaf.kind == "tensor" and leaf.nbytes > 0 and isinstance(layout, (ReplicatedLayout, Split))
-
-
-def _memory(manifest: Manifest, row: int, read: Read) -> memoryview:
-    """The destination of a shared leaf as bytes."""
-    leaf, memory = manifest.leaves[row], memory_of(read.memory())
-    if len(memory) != leaf.nbytes:
-        raise UsageError(f"{leaf.name!r} ({leaf.nbytes} bytes) cannot fill {len(memory)} bytes")
-    return memory

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from torch import nn
 from torchrelay.checkpoint.format.value_decoding import decode, holds_only_tensors, references
 from torchrelay.checkpoint.format.values import encode, tagged
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, is_sharded, learning, stand_in
-from torchrelay.checkpoint.state.reads import device_for, empty, same_form
 from torchrelay.checkpoint.state.restore.plan import RestorePlan
-from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
-from torchrelay.checkpoint.state.wrappers import is_wrapper
+from torchrelay.checkpoint.state.tensor_memory import (
+    admitted_in_place,
+    device_for,
+    empty,
+    is_wrapper,
+    same_form,
+)
 from torchrelay.errors import BlobError, DamagedError
 from torchrelay.jobs.blobs import is_factory, is_stateful
 from torchrelay.jobs.containers import (
@@ -43,8 +48,6 @@ _ABSENT: Any = object()
 
 @dataclass(eq=False)
 class _Record:
-    """A stored instance of a dataclass."""
-
     name: str
     fields: dict[str, Any]
 
@@ -58,8 +61,6 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _Blob:
-    """A reference to a blob."""
-
     name: str
 
 
@@ -112,7 +113,7 @@ def _nested(live: Any, roots: Mapping[str, Json]) -> Json:
     below: dict[str, dict[str, Json]] = {}
     pairs: dict[str, Json] = {}
     for path, root in roots.items():
-        keys = [key for key in live if isinstance(key, str)] if _maps(live) else []
+        keys = [key for key in live if isinstance(key, str)] if isinstance(live, MAPPINGS) else []
         dicts = [key for key in keys if path.startswith(f"{key}.")]
         if dicts and path not in keys:
             below.setdefault(dicts[0], {})[path[len(dicts[0]) + 1 :]] = root
@@ -122,42 +123,11 @@ def _nested(live: Any, roots: Mapping[str, Json]) -> Json:
     return tagged("dict", [[key, item] for key, item in pairs.items()])
 
 
-def _maps(value: Any) -> bool:
-    """Whether a value is a mapping."""
-    return isinstance(value, MAPPINGS)
-
-
-class ContainerLoad:
-    """State shared by the containers of one load.
-
-    Attributes:
-        objects: the blobs of the load.
-        adopted: live containers that were changed, by id.
-        made: new tensors by the leaf that owns them, and their form.
-        replaced: blobs whose stored value is of another type.
-    """
-
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        self.objects = objects
-        self.adopted: set[int] = set()
-        self.made: dict[tuple[str, Role, bool | None], torch.Tensor] = {}
-        self.replaced: list[str] = []
-
-    def as_saved(self, spec: LeafSpec, memory: torch.Tensor, twin: torch.Tensor | None) -> torch.Tensor:
-        """The tensor of a leaf in new memory: a parameter and its detached tensor are separate."""
-        form = spec.stored_as, spec.role, spec.frozen
-        if form not in self.made:
-            self.made[form] = learning(memory.detach(), spec, twin)
-        return self.made[form]
-
-
-def draft_container(
-    draft: RestorePlan, blob: str, live: Any, load: ContainerLoad, *, partial: bool = False
-) -> Builder | None:
+def draft_container(draft: RestorePlan, blob: str, live: Any, *, partial: bool) -> Builder | None:
     """Plan to change a container to the stored one; the builder returns it, once all is read.
 
     If the stored value has another type, the builder returns a new object for the workspace, and the blob is
-    among `load.replaced`. `partial`: entries of a dict that are not stored stay.
+    among `draft.replaced`. `partial`: entries of a dict that are not stored stay.
     """
     spec = draft.specs.get(blob)
     if spec is None and not draft.stored(blob):
@@ -171,16 +141,12 @@ def draft_container(
         return None
     json = draft.json(spec)
     shown = decode(json, tensor=lambda name: _shown(draft, str(name)), blob=_Blob, record=_Record)
-    if not (_alike(live, shown) or (partial and _maps(live))):
-        load.replaced.append(blob)
+    if not (_alike(live, shown) or (partial and isinstance(live, MAPPINGS))):
+        draft.replaced.append(blob)
         live = _ABSENT
-    twins: dict[str, torch.Tensor] = {}
-    for name, twin in _twins(live, shown, {}, blob, root=True):
-        if twin is not None:
-            twins.setdefault(name, twin)
-    made = {
-        name: _maker(draft, load, blob, name, twins.get(name)) for name in dict.fromkeys(references(json))
-    }
+    found = list(_twins(live, shown, {}, blob, root=True))
+    twins = {name: twin for name, twin in reversed(found) if twin is not None}  # the first of each name
+    made = {name: _maker(draft, blob, name, twins.get(name)) for name in dict.fromkeys(references(json))}
     draft.note_rest(blob)
 
     def build() -> Any:
@@ -192,7 +158,7 @@ def draft_container(
             return tensors[str(name)]
 
         new = decode(json, tensor=tensor, blob=_Blob, record=_Record)
-        return _Adoption(load, partial=partial).adopt(live, new, {}, root=True)
+        return _Adoption(draft.objects, draft.adopted, partial=partial).adopt(live, new, {}, root=True)
 
     return build
 
@@ -221,7 +187,6 @@ def _alike(live: Any, shown: Any) -> bool:
 
 
 def _source_of(generator: Any) -> str:
-    """The source of a generator: only one of the same source can take its state."""
     if isinstance(generator, torch.Generator):
         return generator.device.type
     return type(getattr(generator, "bit_generator", getattr(generator, "_bit_generator", None))).__name__
@@ -230,10 +195,7 @@ def _source_of(generator: Any) -> str:
 def _twins(
     live: Any, shown: Any, classes: Mapping[str, type], path: str, *, root: bool = False
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every stored tensor with the live one at the same place, if any.
-
-    Raises BlobError for an instance of a dataclass whose class is unknown here.
-    """
+    """Every stored tensor with the live one at its place or None; raises BlobError for unknown classes."""
     if isinstance(shown, StoredTensor):
         yield shown.name, live if isinstance(live, torch.Tensor) else None
     elif isinstance(shown, _Record):
@@ -241,9 +203,10 @@ def _twins(
         of_fields = classes_of_fields(kind)
         for name, item in shown.fields.items():
             yield from _twins(getattr(live, name, None), item, of_fields.get(name, {}), f"{path}.{name}")
-    elif _maps(shown):
+    elif isinstance(shown, MAPPINGS):
+        known = live if isinstance(live, MAPPINGS) else {}
         for key, item in shown.items():
-            yield from _twins(live.get(key) if _maps(live) else None, item, classes, f"{path}.{key}")
+            yield from _twins(known.get(key), item, classes, f"{path}.{key}")
     elif isinstance(shown, (list, tuple, deque, set, frozenset)):
         ordered = isinstance(live, (list, tuple, deque)) and not isinstance(shown, (set, frozenset))
         for index, (item, twin) in enumerate(zip_longest(shown, live if ordered else (), fillvalue=_ABSENT)):
@@ -254,7 +217,6 @@ def _twins(
 def _class_of(
     live: Any, shown: _Record, classes: Mapping[str, type], path: str, *, root: bool = False
 ) -> type:
-    """The class of a stored dataclass instance."""
     if is_record(live) and (root or type(live).__qualname__ == shown.name):
         return type(live)
     if (kind := classes.get(shown.name) or registered_record(shown.name)) is None:
@@ -265,9 +227,7 @@ def _class_of(
     return kind
 
 
-def _maker(
-    draft: RestorePlan, load: ContainerLoad, blob: str, name: str, twin: torch.Tensor | None
-) -> Callable[[], torch.Tensor]:
+def _maker(draft: RestorePlan, blob: str, name: str, twin: torch.Tensor | None) -> Callable[[], torch.Tensor]:
     """Returns a tensor of a container: the live one at its place, filled, or a new one."""
     if name in draft.kept:
         if twin is None:
@@ -279,12 +239,20 @@ def _maker(
     spec = draft.take(name)
     if spec is None or (spec.kind != "tensor" and spec.role is not Role.SUBCLASS):
         raise DamagedError(f"value {blob!r} refers to tensor {name!r}, which the checkpoint lacks")
+
+    def as_saved(memory: torch.Tensor, twin: torch.Tensor | None) -> torch.Tensor:
+        """The leaf in new memory, once: a parameter and its detached tensor are separate."""
+        form = spec.stored_as, spec.role, spec.frozen
+        if form not in draft.made:
+            draft.made[form] = learning(memory.detach(), spec, twin)
+        return draft.made[form]
+
     if (known := draft.live(spec)) is not None:
         first = draft.specs.get(spec.stored_as, spec)
         detached = spec.role is Role.TENSOR and spec.frozen and known.requires_grad
         if not detached and (first.frozen is spec.frozen or None in (first.frozen, spec.frozen)):
             return lambda: known
-        return lambda: load.as_saved(spec, known, None)
+        return lambda: as_saved(known, None)
     if twin is not None and fits_in_place(draft, spec, twin):
         draft.into(blob, spec, twin)
         return lambda: twin
@@ -295,7 +263,7 @@ def _maker(
     make = draft.alike(spec, model)
     device = device_for(spec) or (None if twin is None or twin.is_meta else twin.device)
 
-    return lambda: load.as_saved(spec, make(device), twin)
+    return lambda: as_saved(make(device), twin)
 
 
 def fits_in_place(draft: RestorePlan, spec: LeafSpec, twin: torch.Tensor) -> bool:
@@ -306,24 +274,18 @@ def fits_in_place(draft: RestorePlan, spec: LeafSpec, twin: torch.Tensor) -> boo
         admitted_in_place(twin, spec.name)  # first: a tensor without memory has few other properties
     except BlobError:
         return False
-    same_device = twin.device == (
-        device_for(spec) or twin.device
-    )  # a task may have put one on the GPU in its place
-    return same_form(spec, twin) and same_device and not draft.shares_memory(twin)
+    device = device_for(spec) or twin.device  # a task may have put one on the GPU in its place
+    return same_form(spec, twin) and twin.device == device and not draft.shares_memory(twin)
 
 
 def change_container(live: Any, value: Any) -> Any:
     """Change a live container or generator to match a value of its type; returns it."""
-    return _Adoption(ContainerLoad({}), partial=False).adopt(live, value, {}, root=True)
+    return _Adoption({}, set(), partial=False).adopt(live, value, {}, root=True)
 
 
 class _Adoption:
-    """Changes live containers to match stored values."""
-
-    def __init__(self, load: ContainerLoad, *, partial: bool) -> None:
-        self._objects = load.objects
-        self._adopted = load.adopted
-        self._partial = partial
+    def __init__(self, objects: Mapping[str, Any], adopted: set[int], *, partial: bool) -> None:
+        self._objects, self._adopted, self._partial = objects, adopted, partial
 
     def adopt(self, live: Any, new: Any, classes: Mapping[str, type], *, root: bool = False) -> Any:
         """The live object, changed if possible, else the new one."""
@@ -332,8 +294,11 @@ class _Adoption:
             return live if inside else self._objects.get(new.name)
         if isinstance(new, _Record):
             return self._record(live, new, classes, root=root)
-        if isinstance(new, tuple) and type(new) is tuple:
-            return self._tuple(live, new, classes)
+        if type(new) is tuple:
+            before = live if type(live) is tuple else ()
+            made = tuple(self._items(before, new, classes))
+            same = len(before) == len(made) and all(map(is_, before, made))
+            return before if same else made
         if id(live) in self._adopted and _is_like(live, new):
             return live  # it has two names, and was changed under the first
         place = live if _alike(live, new) and id(live) not in self._adopted else None
@@ -341,7 +306,7 @@ class _Adoption:
             self._adopted.add(id(place))
         if is_generator(new):
             return new if place is None else _continue(place, new)
-        if _maps(new):
+        if isinstance(new, MAPPINGS):
             return self._mapping(live, new, place, classes)
         if isinstance(new, (list, deque)):
             return self._sequence(live, new, place, classes, root=root)
@@ -358,9 +323,9 @@ class _Adoption:
         return place
 
     def _mapping(self, live: Any, new: Any, place: Any, classes: Mapping[str, type]) -> Any:
-        before = live if _maps(live) else {}
+        before = live if isinstance(live, MAPPINGS) else {}
         items = {key: self.adopt(before.get(key, _ABSENT), item, classes) for key, item in new.items()}
-        if self._partial and _maps(live):
+        if self._partial and isinstance(live, MAPPINGS):
             place, items = live, {**live, **items}
         target = new if place is None else place
         target.clear()
@@ -369,10 +334,7 @@ class _Adoption:
         return target
 
     def _sequence(self, live: Any, new: Any, place: Any, classes: Mapping[str, type], *, root: bool) -> Any:
-        """Change a list, deque or set."""
-        before = live if isinstance(live, (list, tuple, deque)) else ()
-        pairs = list(zip_longest(new, before, fillvalue=_ABSENT))[: len(new)]
-        items = [self.adopt(twin, item, classes) for item, twin in pairs]
+        items = self._items(live if isinstance(live, (list, tuple, deque)) else (), new, classes)
         if isinstance(place, deque) and not root and place.maxlen != new.maxlen:
             place = None
         target = new if place is None else place
@@ -380,17 +342,11 @@ class _Adoption:
         target.extend(items)
         return target
 
-    def _tuple(self, live: Any, new: tuple[Any, ...], classes: Mapping[str, type]) -> tuple[Any, ...]:
-        before = live if type(live) is tuple else ()
+    def _items(self, before: Any, new: Any, classes: Mapping[str, type]) -> list[Any]:
         pairs = list(zip_longest(new, before, fillvalue=_ABSENT))[: len(new)]
-        items = tuple(self.adopt(twin, item, classes) for item, twin in pairs)
-        same = len(before) == len(items) and all(
-            one is other for one, other in zip(before, items, strict=True)
-        )
-        return before if same else items
+        return [self.adopt(twin, item, classes) for item, twin in pairs]
 
     def _record(self, live: Any, new: _Record, classes: Mapping[str, type], *, root: bool) -> Any:
-        """Change a dataclass instance."""
         same = is_record(live) and (root or type(live).__qualname__ == new.name)
         if same and id(live) in self._adopted and _is_like(live, new):
             return live
@@ -424,7 +380,7 @@ def _is_like(live: Any, new: Any) -> bool:
         return is_record(live) and all(_is_like(getattr(live, name, _ABSENT), item) for name, item in fields)
     if type(live) is not type(new):
         return False
-    if _maps(new):
+    if isinstance(new, MAPPINGS):
         return [*live] == [*new] and all(_is_like(live[key], item) for key, item in new.items())
     if isinstance(new, (list, tuple, deque)):
         return len(live) == len(new) and all(map(_is_like, live, new))
@@ -453,13 +409,7 @@ def _continue(live: Any, new: Any) -> Any:
 
 
 def check_changed(blobs: Collection[str], objects: Mapping[str, Any], ask: str) -> None:
-    """Raise BlobError for objects that a load would leave unchanged.
-
-    Args:
-        blobs: those that would be replaced by a new object: see `Restoration.replaced`.
-        objects: the objects given to the load, by blob.
-        ask: a call that returns the stored value of a blob; `{0}` is the blob's name.
-    """
+    """Raise BlobError for `blobs` that could only be replaced; `ask` is a call for the value of `{0}`."""
     if blobs:
         shown = ", ".join(f"{blob} ({type(objects[blob]).__name__})" for blob in blobs)
         raise BlobError(

@@ -96,9 +96,12 @@ class Mismatches:
         reasons: dict[str, str] = {}
         if options.strict:
             missing = [name for name in self.missing if name not in options.kept]
-            near = missing[:_NEAREST_FOR]
+
             reasons = {name: f" ({why})" for name in missing if (why := why_absent(name))}
-            hints = {**{name: _nearest(name, stored) for name in near if name not in reasons}, **reasons}
+            hints = dict(reasons)
+            for name in missing[:_NEAREST_FOR]:
+                if name not in reasons and (alike := difflib.get_close_matches(name, stored, n=2)):
+                    hints[name] = f" (similar: {', '.join(alike)})"
             lines += [f"not in the checkpoint: {name}{hints.get(name, '')}" for name in missing]
             whose = {name: f" ({why})" for name in self.unexpected if (why := why_absent(name))}
             lines += [f"only in the checkpoint: {name}{whose.get(name, '')}" for name in self.unexpected]
@@ -146,10 +149,7 @@ class Mismatches:
 def _likely_rename(
     missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
 ) -> dict[str, str] | None:
-    """The few rules that turn the most stored names into missing ones, if that is at least half of them.
-
-    Their names are relative to the blob or part `within`, if given.
-    """
+    """The few rules, relative to `within`, that find most missing names; None unless at least half."""
     rules: dict[str, str] = {}
     left, spare = list(missing), list(unexpected)
     for _ in range(_RULES):
@@ -177,7 +177,8 @@ def _rule(
         for here, there in _beginnings(name, old):
             if within in (here, there):
                 continue
-            new = {one: _renamed(one, there, here) for one in unexpected}
+            below = [one for one in unexpected if one == there or one.startswith(f"{there}.")]
+            new = {one: here + one[len(there) :] for one in below}
             hit = {one: name for one, name in new.items() if name in wanted}
             if len(hit) > len(most) and all(fits(one, name) for one, name in hit.items()):
                 best = {there.removeprefix(f"{within}."): here.removeprefix(f"{within}.")}
@@ -195,11 +196,6 @@ def _beginnings(one: str, other: str) -> Iterator[tuple[str, str]]:
         yield ".".join(ones[:-alike]), ".".join(others[:-alike])
 
 
-def _renamed(name: str, old: str, new: str) -> str:
-    """A name with another prefix."""
-    return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else name
-
-
 def _covering(names: Sequence[str]) -> list[str]:
     """The names, or, if there are many, their parts below a blob, or prefixes."""
     found = list(dict.fromkeys(names))
@@ -207,9 +203,3 @@ def _covering(names: Sequence[str]) -> list[str]:
         if len(found) > longest:
             found = list(dict.fromkeys(next(iter(dotted_prefixes(name)[depth:]), name) for name in found))
     return found
-
-
-def _nearest(name: str, stored: Mapping[str, LeafSpec]) -> str:
-    """Similar stored names, for a message."""
-    near = difflib.get_close_matches(name, stored, n=2)
-    return f" (similar: {', '.join(near)})" if near else ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,14 +26,20 @@ from torchrelay.checkpoint.format.value_decoding import decode, references
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
 from torchrelay.checkpoint.state.names import Part
-from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode, take_memory_of
-from torchrelay.checkpoint.state.restore.plan import RestorePlan
+from torchrelay.checkpoint.state.restore.plan import LeafValue, RestorePlan
+from torchrelay.checkpoint.state.tensor_memory import (
+    dtype_name,
+    empty,
+    form,
+    outside_inference_mode,
+    take_memory_of,
+)
 from torchrelay.records import dataclass
 
 _QUIET = (
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.algorithms._checkpoint.",
-    "torchrelay.checkpoint.state.restore.gate",
+    "torchrelay.checkpoint.state.steps",
 )
 """Modules of hooks that look at no entry, or only add the prefix of a wrapper."""
 _LIVE = (_QUIET[0], _QUIET[2])
@@ -44,29 +50,19 @@ _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 def has_load_code(parts: Sequence[nn.Module]) -> bool:
     """Whether `load_state_dict` does more than copying tensors for a module of these parts."""
     kinds: set[Any] = set(map(type, parts))
-    if any(map(_overrides, kinds)):
-        return True
+    base = nn.Module.load_state_dict, nn.Module._load_from_state_dict
+    for kind in kinds:
+        own = (kind.load_state_dict, kind._load_from_state_dict) != base
+        if own and not kind.__module__.startswith("torch."):  # those of torch only convert old formats
+            return True
     hooks = (hook for part in parts for name in _HOOKS for hook in getattr(part, name).values())
     return not all(_home(hook).startswith(_QUIET) for hook in hooks)
-
-
-def _overrides(kind: type[nn.Module]) -> bool:
-    """Whether a class overrides load methods."""
-    own = (
-        kind.load_state_dict is not nn.Module.load_state_dict,
-        kind._load_from_state_dict is not nn.Module._load_from_state_dict,
-    )
-    # torch's own overrides only convert old formats of their layers.
-    return any(own) and not kind.__module__.startswith("torch.")
 
 
 def draft_with_hooks(
     draft: RestorePlan, blob: str, module: nn.Module, entries: Sequence[ModuleEntry]
 ) -> bool:
-    """Plan to load a module whose hooks know the stored form; False, with nothing noted, if they do not.
-
-    Missing, unexpected and refused entries are noted as for any other module.
-    """
+    """Plan to load a module whose hooks know the stored form; False, with nothing noted, if they do not."""
     parts = draft.states.parts(module)
     live = {id(entry.value): entry for entry in reversed(entries) if entry.role is not None}
     if any(one.value.is_meta or nn.parameter.is_lazy(one.value) for one in live.values()):
@@ -92,7 +88,10 @@ def draft_with_hooks(
     for error in found.errors:
         draft.unlike(f"{blob}: {error}")
     for entry in entries:
-        if found.missing and not _is_there(entry, filled, given, found):
+        there = id(entry.value) in filled
+        if entry.role is None:
+            there = entry.key in given or any(key.endswith(entry.key) for key in found.extra)
+        if found.missing and not there:
             draft.lacks(entry.name)
     unexpected = [stored[key].name if key in stored else f"{blob}.{key}" for key in found.unexpected]
     draft.findings.unexpected += unexpected
@@ -106,16 +105,22 @@ def draft_with_hooks(
         if spec.name in places:
             values[key] = partial(_itself, places[spec.name])
         elif spec.kind == "value":
-            values[key] = partial(draft.tree(spec), None)
+            values[key] = partial(LeafValue(draft, spec), None)
         elif spec.name not in unexpected:
             values[key] = draft.fresh(spec).memory
     strict = not (found.missing or unexpected)
-    draft.steps.append((blob, lambda: _load(module, values, strict=strict)))
+    draft.steps.append((blob, lambda: _load(module, {}, values, strict=strict)))
     return True
 
 
-def _load(module: nn.Module, values: Mapping[str, Any], *, strict: bool) -> None:
-    state = {key: build() for key, build in values.items()}
+def _load(
+    module: nn.Module,
+    state: dict[str, Any],
+    computed: Mapping[str, Callable[[], Any]],
+    *,
+    strict: bool = True,
+) -> None:
+    state.update((key, build()) for key, build in computed.items())
     module.load_state_dict(state, **({} if strict else {"strict": False}))  # an override may have no `strict`
 
 
@@ -139,16 +144,10 @@ def _stored(
             continue
         name = spec.name[len(blob) + 1 :]
         path = name
-        while path and (path := _above(path)) not in keys:
+        while path and (path := path[: path.rfind(".") + 1]) not in keys:  # the module above
             path = path.removesuffix(".")
         found[f"{keys[path]}{name[len(path) :]}"] = spec
     return found
-
-
-def _above(path: str) -> str:
-    """Prefix of the names in the module above."""
-    head, dot, _ = path.rpartition(".")
-    return head + dot
 
 
 def _without_content(draft: RestorePlan, spec: LeafSpec) -> Any:
@@ -168,13 +167,6 @@ def _twin(live: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(twin, requires_grad=live.requires_grad) if isinstance(live, nn.Parameter) else twin
 
 
-def _is_there(entry: ModuleEntry, filled: set[int], given: Mapping[str, Any], found: _Rehearsal) -> bool:
-    """Whether an entry of the module gets its content."""
-    if entry.role is not None:
-        return id(entry.value) in filled
-    return entry.key in given or any(key.endswith(entry.key) for key in found.extra)
-
-
 @dataclass
 class _Rehearsal:
     """Result of `load_state_dict`: the copies that it made, and its errors."""
@@ -187,8 +179,6 @@ class _Rehearsal:
 
 
 class _Copies(TorchFunctionMode):
-    """Records copies."""
-
     def __init__(self, found: _Rehearsal) -> None:
         super().__init__()
         self._found = found
@@ -285,7 +275,7 @@ def draft_module(draft: RestorePlan, blob: str, module: nn.Module) -> None:
                 draft.reshaped.append(f"{spec.name} is {form(entry.value)} here, {spec} in the checkpoint")
             draft.into(blob, spec, live)
         elif spec.kind == "value":
-            tree = draft.tree(spec)
+            tree = LeafValue(draft, spec)
             computed[entry.key] = lambda tree=tree: tree(None)  # type: ignore[misc]
         else:
             computed[entry.key] = draft.fresh(spec).memory
@@ -293,9 +283,11 @@ def draft_module(draft: RestorePlan, blob: str, module: nn.Module) -> None:
     if made:
         draft.steps.append((blob, made.install))
     if computed or load_code:
-        draft.steps.append((blob, lambda: _load_state(module, None if made else state, computed)))
+        draft.steps.append(
+            (blob, lambda: _load(module, module.state_dict(keep_vars=True) if made else state, computed))
+        )
     else:
-        draft.steps.append((blob, lambda: _tell_fsdp(module)))
+        draft.steps.append((blob, partial(_notify_fsdp, module)))
 
 
 def _differs(draft: RestorePlan, blob: str, made: _Made, entries: list[ModuleEntry]) -> bool:
@@ -310,17 +302,9 @@ def _differs(draft: RestorePlan, blob: str, made: _Made, entries: list[ModuleEnt
     known = {spec.name for spec in found.values() if spec is not None}
     inner = tuple(f"{spec.name}." for spec in draft.stored(blob) if spec.kind == "value")
     return any(
-        spec.name not in known
-        and not (inner and spec.name.startswith(inner))
-        and made.owner_of(spec, *_split(spec.name[len(blob) + 1 :])) is None
+        spec.name not in known and not (inner and spec.name.startswith(inner)) and made.owner_of(spec) is None
         for spec in draft.stored(blob)
     )
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Prefix and last part of a name."""
-    path, _, last = name.rpartition(".")
-    return path, last
 
 
 def _note_differences(
@@ -328,19 +312,23 @@ def _note_differences(
 ) -> None:
     """Note leaves that only one side has; `absent` are the entries that are not stored."""
     for entry in absent:
-        draft.lacks(entry.name, made.stands_for(entry.value) if entry.role else None)
+        _, live = made.instead.get(id(entry.value), (None, entry.value))
+        draft.lacks(entry.name, live if entry.role else None)
     for spec in draft.rest(blob):
-        path, name = _split(spec.name[len(blob) + 1 :])
-        if (owner := made.owner_of(spec, path, name)) is not None:
+        if (owner := made.owner_of(spec)) is not None:
             draft.take(spec.name)
+            name = spec.name.rpartition(".")[2]
             plan = partial(_add_buffer, draft, spec, owner, name, made.device())
             draft.late[spec.name] = plan, name in owner._buffers
     draft.note_rest(blob)
-    for name in made.still_empty(entries):
-        draft.findings.refused.append(
-            f"{blob}.{name} is on the meta device and in no checkpoint (persistent=False): initialise it "
-            "first"
-        )
+    listed = {id(entry.value) for entry in entries}
+    draft.findings.refused += (
+        f"{blob}.{path}{name} is on the meta device and in no checkpoint (persistent=False): initialise it "
+        "first"
+        for path, _, part in (made.parts if made else ())
+        for name, one in (*part._parameters.items(), *part._buffers.items())
+        if one is not None and one.is_meta and id(one) not in listed
+    )
 
 
 class _Made:
@@ -352,12 +340,12 @@ class _Made:
 
     def __init__(self, module: nn.Module, parts: Sequence[Part]) -> None:
         self._module = module
-        self._named = parts
-        self._instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._parts: dict[str, nn.Module] | None = None
+        self.parts = parts
+        self.instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The tensors that are made, by the identities of those that they replace."""
 
     def __bool__(self) -> bool:
-        return bool(self._instead)
+        return bool(self.instead)
 
     def in_place_of(self, entry: ModuleEntry, spec: LeafSpec) -> torch.Tensor:
         """The tensor to read into for an own tensor of the module: that one, if possible."""
@@ -372,67 +360,53 @@ class _Made:
         )
         if not live.is_meta and not reshaped:
             return live
-        if id(live) not in self._instead:
+        if id(live) not in self.instead:
             device = self.device() if live.is_meta else live.device
             if reshaped:
                 fresh = empty(spec, device)
             else:
                 with outside_inference_mode():
                     fresh = torch.empty_like(live.detach(), device=device)
-            self._instead[id(live)] = (live, fresh)
-        return self._instead[id(live)][1]
+            self.instead[id(live)] = (live, fresh)
+        return self.instead[id(live)][1]
 
-    def owner_of(self, spec: LeafSpec, path: str, name: str) -> nn.Module | None:
+    @cached_property
+    def _by_path(self) -> dict[str, nn.Module]:
+        # A wrapper and its child have one name; the child comes later and is used.
+        return {path.removesuffix("."): part for path, _, part in self.parts}
+
+    def owner_of(self, spec: LeafSpec) -> nn.Module | None:
         """The part that a stored buffer can be made for: it has this name as None, or lacks it."""
         if spec.role is not Role.BUFFER or spec.kind != "tensor" or spec.sharding is not None:
             return None
-        if self._parts is None:
-            # A wrapper and its child have one name; the child comes later and is used.
-            self._parts = {path.removesuffix("."): part for path, _, part in self._named}
-        owner = self._parts.get(path)
+        path, _, name = spec.name[len(spec.blob) + 1 :].rpartition(".")
+        owner = self._by_path.get(path)
         if owner is None or (
             owner._buffers[name] is not None if name in owner._buffers else hasattr(owner, name)
         ):
             return None
         return owner
 
-    def still_empty(self, entries: list[ModuleEntry]) -> list[str]:
-        """Names of tensors on the meta device that are in no state dict."""
-        listed = {id(entry.value) for entry in entries}
-        return [
-            f"{path}{name}"
-            for path, _, part in (self._named if self._instead else ())
-            for name, one in (*part._parameters.items(), *part._buffers.items())
-            if one is not None and one.is_meta and id(one) not in listed
-        ]
-
-    def stands_for(self, live: torch.Tensor) -> torch.Tensor:
-        """The tensor that is read instead of a tensor of the module; else that tensor itself."""
-        return self._instead[id(live)][1] if id(live) in self._instead else live
-
     def install(self) -> None:
-        """Put all of them into the module."""
         for part in parts_of(self._module):
             tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
             for own in tables:
                 for name, live in own.items():
-                    if live is not None and live.is_meta and id(live) in self._instead:
+                    if live is not None and live.is_meta and id(live) in self.instead:
                         own[name] = self._alike(live)
-        for live, fresh in self._instead.values():
+        for live, fresh in self.instead.values():
             if not live.is_meta:
                 take_memory_of(fresh, live)
 
     def _alike(self, live: torch.Tensor) -> torch.Tensor:
-        """A new tensor like a live one."""
-        fresh = self._instead[id(live)][1]
+        fresh = self.instead[id(live)][1]
         if isinstance(live, nn.Parameter) and not isinstance(fresh, nn.Parameter):
             fresh = nn.Parameter(fresh, requires_grad=live.requires_grad)
             fresh.__dict__.update(live.__dict__)
-            self._instead[id(live)] = (live, fresh)
+            self.instead[id(live)] = (live, fresh)
         return fresh
 
     def device(self) -> torch.device:
-        """Where the module's other tensors lie."""
         for part in parts_of(self._module):
             for one in (*part._parameters.values(), *part._buffers.values()):
                 if one is not None and not one.is_meta:
@@ -450,17 +424,7 @@ def _add_buffer(
     draft.steps.append((spec.blob, lambda: owner.register_buffer(name, buffer)))
 
 
-def _load_state(
-    module: nn.Module, listed: dict[str, Any] | None, computed: dict[str, Callable[[], Any]]
-) -> None:
-    """Call `load_state_dict`, with own tensors and computed entries."""
-    state = module.state_dict(keep_vars=True) if listed is None else listed
-    for key, build in computed.items():
-        state[key] = build()
-    module.load_state_dict(state)
-
-
-def _tell_fsdp(module: nn.Module) -> None:
+def _notify_fsdp(module: nn.Module) -> None:
     """Notify FSDP2 of its new shards; the hooks before loads were called when the state was listed."""
     for part in parts_of(module):
         for hook in list(part._load_state_dict_post_hooks.values()):

@@ -8,6 +8,7 @@ optimizer can be loaded without its modules.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -27,19 +28,19 @@ from torchrelay.checkpoint.state.module_leaves import (
     steps_as_torch,
 )
 from torchrelay.checkpoint.state.names import local_part
-from torchrelay.checkpoint.state.reads import (
+from torchrelay.checkpoint.state.restore.container import fits_in_place
+from torchrelay.checkpoint.state.restore.plan import LeafValue, RestorePlan
+from torchrelay.checkpoint.state.tensor_memory import (
     device_for,
     dtype_name,
     empty,
+    is_wrapper,
     outside_inference_mode,
     same_form,
     take_memory_of,
     with_strides_of,
 )
-from torchrelay.checkpoint.state.restore.container import fits_in_place
-from torchrelay.checkpoint.state.restore.plan import RestorePlan
-from torchrelay.checkpoint.state.tree_leaves import container_tensors
-from torchrelay.checkpoint.state.wrappers import description, is_wrapper, made_state
+from torchrelay.checkpoint.state.tree_leaves import container_tensors, description, made_state
 from torchrelay.errors import BlobError
 
 Builder = Callable[[torch.device | None], Any]
@@ -58,7 +59,15 @@ def draft_optimizer(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None
         elif not any(name.startswith(group_prefix(blob, 0)) for name in draft.kept):
             draft.lacks(blob)
         return
-    added = _added_groups(draft, optimizer, groups)
+    mine = {id(one) for one in parameters(optimizer)}
+    # Groups that the program added in training are added again: their parameters are found by name or in
+    # containers. None is, if one is not found or is in a group already.
+    wanted = [
+        [_in_container(draft, name) if (one := draft.parameters.get(name)) is None else one for name in names]
+        for names in groups[len(optimizer.param_groups) :]
+    ]
+    added = [[one for one in group if one is not None and id(one) not in mine] for group in wanted]
+    added = added if list(map(len, added)) == list(map(len, wanted)) else []
     members = _members(draft, blob, optimizer, groups, added)
     if members is None:
         return
@@ -73,28 +82,8 @@ def draft_shared_parameters(draft: RestorePlan, blob: str, optimizer: Optimizer)
             draft.into(blob, spec, parameter)
 
 
-def _added_groups(
-    draft: RestorePlan, optimizer: Optimizer, groups: list[list[str]]
-) -> list[list[torch.Tensor]]:
-    """Parameters of stored groups that the program added during training; the load adds them again.
-
-    They are found by name, or in containers. Empty if one is not found, or is in a group already.
-    """
-    mine = {id(one) for group in optimizer.param_groups for one in group[PARAMS]}
-
-    def found(name: str) -> torch.Tensor | None:
-        return _in_container(draft, name) if (known := draft.parameters.get(name)) is None else known
-
-    added = [list(map(found, names)) for names in groups[len(optimizer.param_groups) :]]
-    known = [[one for one in group if one is not None and id(one) not in mine] for group in added]
-    return known if list(map(len, known)) == list(map(len, added)) else []
-
-
 def _in_container(draft: RestorePlan, name: str) -> torch.Tensor | None:
-    """The tensor of this name in a container, which the load fills; None without one.
-
-    It is the live one if that has the stored form, else a new one.
-    """
+    """The tensor of this name in a container: the live one if that fits, else a new one; None without."""
     spec = draft.specs.get(name)
     if spec is None or spec.blob not in draft.containers or spec.kind != "tensor" or spec.sharding:
         return None
@@ -109,7 +98,6 @@ def _in_container(draft: RestorePlan, name: str) -> torch.Tensor | None:
 
 
 def _lies_in_container(draft: RestorePlan, name: str) -> bool:
-    """Whether a stored name is in a container."""
     spec = draft.specs.get(name)
     return spec is not None and spec.blob in draft.containers and spec.kind == "tensor"
 
@@ -121,10 +109,7 @@ def _members(
     groups: list[list[str]],
     added: list[list[torch.Tensor]],
 ) -> dict[str, torch.Tensor] | None:
-    """Live parameters by stored name; None, with the difference noted, if the groups differ.
-
-    A parameter that has another name now keeps its stored name here.
-    """
+    """Live parameters by stored name, also if they have others now; None, noted, if the groups differ."""
     live = [*(group[PARAMS] for group in optimizer.param_groups), *added]
     here, there = [len(group) for group in live], [len(group) for group in groups]
     if here != there:
@@ -175,7 +160,6 @@ class _Load:
         self._as_torch = steps_as_torch(self.local)
 
     def plan(self) -> None:
-        """Plan all of its state."""
         self._contents()
         shared = self._shared()
         if isinstance(self.local, LBFGS):
@@ -185,7 +169,7 @@ class _Load:
         rest = self.draft.rest(self.blob)
         values = [spec for spec in rest if spec.kind == "value" and spec.role is not Role.SUBCLASS]
         # Building them takes the tensors inside, which are not entries themselves.
-        trees: dict[str, Builder] = {spec.name: self.draft.tree(spec) for spec in values}
+        trees: dict[str, Builder] = {spec.name: LeafValue(self.draft, spec) for spec in values}
         groups = self._groups(trees)
         state = self._state(trees)
         self.draft.note_rest(self.blob)
@@ -245,40 +229,33 @@ class _Load:
             self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
 
     def _shared(self) -> Builder:
-        """Plan state that belongs to no parameter."""
         spec = self.draft.specs.get(shared_name(self.blob))
         if spec is None:
             return lambda device: {}
         self.draft.take(spec.name)
-        return self.draft.tree(spec)
+        return LeafValue(self.draft, spec)
 
     def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
-        """Plan the options of the groups."""
-        keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
-        for spec in self._beginning(groups_prefix(self.blob)):
-            index, _, key = spec.name[len(groups_prefix(self.blob)) :].partition(".")
-            keyed.setdefault(index, []).append((key, spec))
-        live = [*self.optimizer.param_groups, *({} for _ in self.added)]
-        self._check_kind({key for found in keyed.values() for key, _ in found})
-        return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
-
-    def _check_kind(self, stored: set[str]) -> None:
-        """Note the state of another class of optimizer as a difference.
-
-        Another version of torch has more options, or fewer, and schedulers add theirs. Only another class
-        both lacks options of this one and has options unknown to it.
-        """
-        here = set(self.optimizer.defaults)
+        prefix = groups_prefix(self.blob)
+        keyed: defaultdict[str, list[tuple[str, LeafSpec]]] = defaultdict(list)
+        for spec in self._beginning(prefix):
+            index, _, key = spec.name[len(prefix) :].partition(".")
+            keyed[index].append((key, spec))
+        stored = {key for found in keyed.values() for key, _ in found}
         known = {key for group in self.optimizer.param_groups for key in group}
-        lacking, foreign = sorted(here - stored), sorted(stored - known - set(_SCHEDULERS_OPTIONS))
+        lacking = sorted(set(self.optimizer.defaults) - stored)
+        foreign = sorted(stored - known - set(_SCHEDULERS_OPTIONS))
+        # Another version of torch has more options, or fewer, and schedulers add theirs. Only another class
+        # both lacks options of this one and has options unknown to it.
         if lacking and foreign:
             self.draft.unlike(
                 f"{self.blob} is a {type(self.optimizer).__name__} here; the checkpoint has the options "
                 f"{', '.join(foreign)} and lacks {', '.join(lacking)}: it is another kind of optimizer"
             )
+        live = [*self.optimizer.param_groups, *({} for _ in self.added)]
+        return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
 
     def _state(self, trees: Mapping[str, Builder]) -> dict[str, dict[str, Builder]]:
-        """Plan the state of each parameter."""
         prefix = state_prefix(self.blob)
         keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
         begun = self._beginning(prefix)
@@ -313,7 +290,6 @@ class _Load:
         trees: Mapping[str, Builder],
         owner: torch.Tensor | None = None,
     ) -> dict[str, Builder]:
-        """Plan the entries of a mapping."""
         return {key: self._entry(key, spec, live.get(key), trees, owner) for key, spec in found}
 
     def _model(self, spec: LeafSpec, key: str, owner: torch.Tensor | None) -> torch.Tensor | None:
@@ -346,8 +322,14 @@ class _Load:
     def _tensor(self, key: str, spec: LeafSpec, live: Any, owner: torch.Tensor | None) -> Builder:
         subclass = spec.role is Role.SUBCLASS
         fits = isinstance(live, torch.Tensor) and (subclass or same_form(spec, live))
-        if not subclass and (shared := self._shared_tensor(spec, own=fits)) is not None:
-            return self._as_shared(shared, live, owner, fits=fits)
+        if not subclass and (spec.alias_of is not None or spec.name in self.draft.aliased):
+            # The live tensor of another blob or optimizer that the entry was tied to. A container gets the
+            # entry's own tensor, if that fits, because the program may hold it.
+            shared = self.draft.live(spec)
+            if shared is None and not fits:
+                shared = _in_container(self.draft, spec.stored_as)
+            if shared is not None:
+                return self._as_shared(shared, live, owner, fits=fits)
         if fits and (subclass or self.draft.is_free_for(spec, live)):
             self.draft.into(self.blob, spec, live)
             return lambda device: live
@@ -371,17 +353,6 @@ class _Load:
 
         return as_owner
 
-    def _shared_tensor(self, spec: LeafSpec, *, own: bool) -> torch.Tensor | None:
-        """The live tensor of another blob or optimizer that an entry was tied to.
-
-        A container gets the entry's `own` tensor, if one fits, because the program may hold it.
-        """
-        if spec.alias_of is None and spec.name not in self.draft.aliased:
-            return None
-        if (live := self.draft.live(spec)) is not None or own:
-            return live
-        return _in_container(self.draft, spec.stored_as)
-
     def _as_shared(
         self, shared: torch.Tensor, live: Any, owner: torch.Tensor | None, *, fits: bool
     ) -> Builder:
@@ -392,7 +363,7 @@ class _Load:
         if shared is live:
             return lambda device: shared
         plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in (shared, live))
-        free = fits and plain and self.draft.names.get(id(live)) is None and self.draft.is_untouched(live)
+        free = fits and plain and self.draft.names.get(id(live)) is None and not self.draft.is_read(live)
         if free and live.device == shared.device:
             self.draft.fills.append((self.blob, lambda: take_memory_of(shared, live)))
             return lambda device: live
@@ -414,22 +385,14 @@ class _Load:
             for group in self.optimizer.param_groups
             for parameter in group[PARAMS]
         }
-        self._install_state(state, devices)
-        self.local.state.update(shared(None))
-
-    def _install_state(
-        self, state: dict[str, dict[str, Builder]], step_devices: Mapping[int, torch.device]
-    ) -> None:
-        """Install the state of parameters."""
         before = dict(self.local.state)
         self.local.state.clear()
         stepped = {id(one) for one in parameters(self.local)}  # not those of other ranks
         for name, parameter in self.members.items():  # in the form of most programs
             if name not in state or id(parameter) not in stepped:
                 continue
-            step_device = step_devices[id(parameter)]
             built = {
-                key: build(step_device if key == "step" else parameter.device)
+                key: build(devices[id(parameter)] if key == "step" else parameter.device)
                 for key, build in state[name].items()
             }
             kept = before.get(parameter, {})
@@ -441,3 +404,4 @@ class _Load:
             stays = name not in state and parameter in before
             if stays and any(kept.startswith(prefix) for kept in self.draft.kept):
                 self.local.state[parameter] = before[parameter]
+        self.local.state.update(shared(None))

@@ -8,10 +8,11 @@ Tensors that were shared in a saved value are shared again, with a live tensor o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,18 +33,21 @@ from torchrelay.checkpoint.state.leaf import (
 )
 from torchrelay.checkpoint.state.module_leaves import named_parameters
 from torchrelay.checkpoint.state.names import Extents, Kind, TensorNames, current_names, kind_of, spellings
-from torchrelay.checkpoint.state.reads import (
+from torchrelay.checkpoint.state.restore.findings import USUAL, Mismatches, RestoreOptions
+from torchrelay.checkpoint.state.tensor_memory import (
     Read,
+    admitted_in_place,
+    all_torch_memory,
     dtype_name,
     form,
+    is_wrapper,
     lay_as_saved,
     put,
     same_form,
     take_memory_of,
+    unwritable,
 )
-from torchrelay.checkpoint.state.restore.findings import USUAL, Mismatches, RestoreOptions
-from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
-from torchrelay.checkpoint.state.wrappers import description, inner_tensors, is_wrapper, rebuilder, told
+from torchrelay.checkpoint.state.tree_leaves import description, in_words, inner_tensors, rebuilder
 from torchrelay.errors import BlobError, DamagedError
 from torchrelay.records import Json
 
@@ -86,6 +90,13 @@ class RestorePlan:
         self._modules = {blob: one for blob, one in objects.items() if isinstance(one, nn.Module)}
         self._tensors = {blob: one for blob, one in objects.items() if isinstance(one, torch.Tensor)}
         self.containers = {blob: one for blob, one in objects.items() if kind_of(one) is Kind.CONTAINER}
+        self.objects = objects
+        self.adopted: set[int] = set()
+        """Live containers that were changed, by id."""
+        self.made: dict[tuple[str, Role, bool | None], torch.Tensor] = {}
+        """New tensors of containers, by the leaf that owns them, and their form."""
+        self.replaced: list[str] = []
+        """Containers whose stored value is of another type."""
         self.findings = Mismatches()
         self.reads: list[Read] = []
         self.reshaped: list[str] = []
@@ -116,12 +127,10 @@ class RestorePlan:
     @property
     def blobs(self) -> tuple[str, ...]:
         """Names of the stored blobs, in order, without those that are optional."""
-        if not self._offered:
-            return tuple(self._by_blob)
         return tuple(
             blob
             for blob, specs in self._by_blob.items()
-            if any(one.name not in self._offered for one in specs)
+            if not self._offered or any(one.name not in self._offered for one in specs)
         )
 
     def stored(self, blob: str) -> list[LeafSpec]:
@@ -152,10 +161,7 @@ class RestorePlan:
         self._called[id(live)] = stored
 
     def lacks(self, name: str, live: torch.Tensor | None = None) -> None:
-        """Note a leaf as missing.
-
-        It is not missing if it keeps its content, or if the tensor `live` is read by another name.
-        """
+        """Note a leaf as missing, unless it keeps its content, or its tensor is read by another name."""
         if name not in self.kept and not f"{name}.".startswith(self._may_lack):
             self._absent.append((name, live))
 
@@ -171,11 +177,10 @@ class RestorePlan:
 
     @cached_property
     def _spellings(self) -> Mapping[int, set[str]]:
-        """Cache of `spellings` for all modules."""
-        found: dict[int, set[str]] = {}
+        found: defaultdict[int, set[str]] = defaultdict(set)
         for blob, module in self._modules.items():
             for number, names in spellings(module).items():
-                found.setdefault(number, set()).update(f"{blob}.{one}" for one in names)
+                found[number].update(f"{blob}.{one}" for one in names)
         return found
 
     @cached_property
@@ -208,10 +213,7 @@ class RestorePlan:
         self._taken.update(spec.name for spec in self.stored(blob))
 
     def into(self, blob: str, spec: LeafSpec, live: torch.Tensor) -> None:
-        """Read a leaf into a live tensor, in place; a tensor of several names is read once.
-
-        For a wrapper subclass its inner tensors are read, if both have the same description.
-        """
+        """Read a leaf into a live tensor, once for all its names; for a wrapper that is alike its parts."""
         source = spec.stored_as
         if spec.role is Role.SUBCLASS or is_wrapper(live):
             self._parts(spec, live, lambda inner, part: self.into(blob, inner, part))
@@ -260,7 +262,7 @@ class RestorePlan:
                     f"{source} and {known} are one tensor here and two in the checkpoint, which differ: "
                     f"leave out one of them, exclude=[{source!r}]"
                 )
-        missing = [(name, live) for name, live in self._absent if live is None or not self._is_read(live)]
+        missing = [(name, live) for name, live in self._absent if live is None or not self.is_read(live)]
         self.findings.lack(missing)
         if self.findings.differ(strict=strict, kept=self.kept):
             self.findings.unlike += self.reshaped
@@ -280,18 +282,14 @@ class RestorePlan:
         known, source = self._read_into.of(live), spec.stored_as
         return known in (None, source) or (known is not None and self.options.same_content(source, known))
 
-    def is_untouched(self, live: torch.Tensor) -> bool:
-        """Whether no leaf is read into a tensor."""
-        return self._read_into.of(live) is None
-
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares a byte with one that a leaf is read into."""
         return self._extents.overlap(tensor, self.live_tensors)
 
-    def _is_read(self, live: torch.Tensor) -> bool:
-        """Whether a leaf is read into a tensor."""
+    def is_read(self, live: torch.Tensor) -> bool:
+        """Whether a leaf is read into a tensor, or into all parts of a wrapper."""
         if is_wrapper(live):
-            return all(self._is_read(part) for part in inner_tensors(live, "").values())
+            return all(self.is_read(part) for part in inner_tensors(live, "").values())
         return self._read_into.of(live) is not None
 
     def _parts(
@@ -305,8 +303,8 @@ class RestorePlan:
             self.take(f"{spec.name}.{name}")
         if here is None or stored != here:
             self.unlike(
-                f"{spec.name} is {told(here) if here else form(live)} here, "
-                f"{told(stored) if known else spec} in the checkpoint"
+                f"{spec.name} is {in_words(here) if here else form(live)} here, "
+                f"{in_words(stored) if known else spec} in the checkpoint"
             )
             return False
         for name, part in inner_tensors(live, spec.name).items():
@@ -315,10 +313,7 @@ class RestorePlan:
         return True
 
     def alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
-        """Returns a function that makes a new tensor from a leaf once all is read: a DTensor if `model` is.
-
-        A wrapper subclass needs a `model` of its description; its parts are made like the model's.
-        """
+        """Returns what makes a new tensor once all is read: a DTensor or wrapper like `model`, or plain."""
         if spec.role is Role.SUBCLASS:
             return self.wrapper_alike(spec, model)
         if model is not None and is_sharded(model):
@@ -331,7 +326,7 @@ class RestorePlan:
         """The same for a wrapper subclass; noted if the model has another description."""
         if model is None or not is_wrapper(model):
             self.unlike(
-                f"{spec.name} is {told(self.json(spec))} in the checkpoint, and there is no such tensor "
+                f"{spec.name} is {in_words(self.json(spec))} in the checkpoint, and there is no such tensor "
                 "here to make it like"
             )
             return lambda device: torch.empty(0)
@@ -368,10 +363,6 @@ class RestorePlan:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
         return self._live.get(spec.stored_as)
 
-    def tree(self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None) -> LeafValue:
-        """A stored value with tensors inside, built once everything is read."""
-        return LeafValue(self, spec, models)
-
     @cached_property
     def aliased(self) -> frozenset[str]:
         """Leaves that have aliases."""
@@ -406,8 +397,10 @@ class LeafValue:
     it: DTensors with its placements, subclasses of its class. The form is checked at construction.
     """
 
-    def __init__(self, plan: RestorePlan, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None) -> None:
-        self._plan, self._spec, self._models = plan, spec, models or {}
+    def __init__(
+        self, plan: RestorePlan, spec: LeafSpec, models: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> None:
+        self._plan, self._spec, self._models = plan, spec, models
         self._json: Json = plan.json(spec)
         self._made: dict[str, Maker] = {}
         self._specs: dict[str, LeafSpec] = {}
@@ -427,8 +420,13 @@ class LeafValue:
 
     def hand_over(self, load: Callable[[Any], object]) -> None:
         """Pass the value to `load`; shared tensors keep their content, whether or not it writes there."""
-        with _unchanged([self._common(name, None) for name in self._specs if self._is_shared(name)]):
+        shared = [self._common(name, None).detach() for name in self._specs if self._is_shared(name)]
+        before = [as_copied(one).clone() for one in shared]
+        try:
             load(self(None))
+        finally:
+            for one, content in zip(shared, before, strict=True):
+                put(one, content)
 
     def _refer(self, name: Json) -> None:
         """Note a tensor that the value refers to."""
@@ -451,12 +449,10 @@ class LeafValue:
             plan.pending_aliases.append(lambda: None if self._live(inner) is not None else self._make(inner))
 
     def _make(self, inner: LeafSpec) -> None:
-        """Plan to make one tensor of the value."""
         other = stand_in(inner.sharding, inner.shape, self._plan.live_tensors)
         self._made[inner.name] = self._plan.alike(inner, self._models.get(inner.name, other))
 
     def _common(self, name: str, device: torch.device | None) -> torch.Tensor:
-        """The tensor that all its holders share."""
         live = self._live(self._specs[name])
         return self._made[name](device) if live is None else live
 
@@ -487,14 +483,3 @@ class LeafValue:
         if alike and isinstance(one, nn.Parameter) is parameter:
             return one
         return learning(one.detach(), spec, None, parameter=parameter)
-
-
-@contextmanager
-def _unchanged(tensors: Collection[torch.Tensor]) -> Iterator[None]:
-    """Restore the content of these tensors afterwards."""
-    before = [(one.detach(), as_copied(one.detach()).clone()) for one in tensors]
-    try:
-        yield
-    finally:
-        for one, content in before:
-            put(one, content)

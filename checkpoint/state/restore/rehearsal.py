@@ -39,14 +39,11 @@ from torchrelay.checkpoint.state.names import (
     module_parts,
     overlaps_of,
 )
-from torchrelay.checkpoint.state.reads import form
-from torchrelay.checkpoint.state.restore.container import ContainerLoad
-from torchrelay.checkpoint.state.restore.findings import Mismatches, RestoreOptions
+from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.plan import Maker, RestorePlan
 from torchrelay.checkpoint.state.restore.restoration import drafted
-from torchrelay.checkpoint.state.tensor_checks import InPlace, fitting
-from torchrelay.checkpoint.state.tree_leaves import container_tensors
-from torchrelay.checkpoint.state.wrappers import is_wrapper, made_by_an_optimizer, told
+from torchrelay.checkpoint.state.tensor_memory import InPlace, fitting, form, is_wrapper
+from torchrelay.checkpoint.state.tree_leaves import container_tensors, in_words, made_by_an_optimizer
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import is_array
 from torchrelay.records import Json, dataclass
@@ -93,7 +90,10 @@ class NodeStructure:
                 own = {id(one): name for name, one in orphans(blob, value)}
                 groups = [[id(one) for one in group[PARAMS]] for group in value.param_groups]
                 self.groups[blob] = [{names.get(one, own[one]) for one in group} for group in groups]
-                held = names.keys() | (set() if names.keys() >= own.keys() else _in_containers(objects))
+                held = set(names)
+                if not held >= own.keys():  # else containers need no look
+                    containers = [one for one in objects.items() if kind_of(one[1]) is Kind.CONTAINER]
+                    held |= {id(one) for pair in containers for _, one in container_tensors(*pair)}
                 self.loose.update((blob, n) for n, group in enumerate(groups) if not held >= set(group))
 
     def _found(self, objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -133,25 +133,29 @@ class NodeStructure:
                 if not built.is_buffer or f"{name.rpartition('.')[0]}." not in self.parts:
                     yield name, "came after the start"
             elif before.is_buffer != built.is_buffer:
-                yield name, f"is {_sort(built)} now, and was {_sort(before)} at the start"
-            elif before.form != built.form and (not built.is_buffer or _element(before) != _element(built)):
+                now_is, was = ("a buffer" if one.is_buffer else "a parameter" for one in (built, before))
+                yield name, f"is {now_is} now, and was {was} at the start"
+            elif before.form != built.form and not (
+                built.is_buffer and before.form.partition("[")[0] == built.form.partition("[")[0]
+            ):
                 yield name, f"is {built.form} now, and was {before.form} at the start"
             elif before.alias_of != built.alias_of:
-                yield name, f"is {_whose(built)} now, and was {_whose(before)} at the start"
+                now_is, was = (
+                    "a tensor of its own" if one.alias_of is None else f"the same tensor as {one.alias_of}"
+                    for one in (built, before)
+                )
+                yield name, f"is {now_is} now, and was {was} at the start"
         for name, place in self.overlaps.items():
             other, _ = place
             alike = all(self.tensors[one] == now.tensors.get(one) for one in (name, other))
             if alike and now.overlaps.get(name) != place:  # unlike ones get separate memory from a load
                 yield name, f"shared memory with {other} at the start, and does not share it now"
+        remedy = "put a new one in its place"
         yield from ((name, "is gone since the start") for name in self.tensors if name not in now.tensors)
-        arrays = ((blob, now.arrays.get(blob, was), was) for blob, was in self.arrays.items())
         yield from (
-            (
-                blob,
-                f"is {one} now, and was {was} at the start: put a new one in its place, ctx[{blob!r}] = ...",
-            )
-            for blob, one, was in arrays
-            if one != was
+            (blob, f"is {one} now, and was {was} at the start: {remedy}, ctx[{blob!r}] = ...")
+            for blob, was in self.arrays.items()
+            if (one := now.arrays.get(blob, was)) != was
         )
         for blob, groups in self.groups.items():
             kept = now.groups.get(blob, groups)[: len(groups)]
@@ -184,26 +188,6 @@ def orders_of(objects: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
                 for name, one in own.items():
                     note(f"{blob}.{path}{name}", one)
     return orders
-
-
-def _in_containers(objects: Mapping[str, Any]) -> set[int]:
-    """Identities of tensors in containers."""
-    containers = {blob: value for blob, value in objects.items() if kind_of(value) is Kind.CONTAINER}
-    return {id(one) for blob, value in containers.items() for _, one in container_tensors(blob, value)}
-
-
-def _sort(built: _Built) -> str:
-    """Parameter or buffer, in words."""
-    return "a buffer" if built.is_buffer else "a parameter"
-
-
-def _element(built: _Built) -> str:
-    return built.form.partition("[")[0]
-
-
-def _whose(built: _Built) -> str:
-    """Separate or tied, in words."""
-    return "a tensor of its own" if built.alias_of is None else f"the same tensor as {built.alias_of}"
 
 
 def arrays_of(objects: Mapping[str, Any]) -> dict[str, str]:
@@ -249,32 +233,38 @@ def rehearse(
     # tied tensors have one content
     options = RestoreOptions(kept=kept, in_place=in_place.tensors, same_content=lambda *_: True)
     draft = Rehearsal(stored, values, objects, options, listed, shown, states)
-    drafted(draft, in_place.rest(objects), objects, ContainerLoad(objects), ())
+    drafted(draft, in_place.rest(objects), objects, ())
     draft.conclude()
     draft.steps.clear()  # they refer to what made them
-    lines = [*_lines(draft.findings, kept), *changed]
-    refused = [
-        blob
-        for blob in dict.fromkeys([*objects, *draft.blobs])
-        if any(line == blob or line.startswith((f"{blob}.", f"{blob} ", f"{blob}:")) for line in lines)
+    found = draft.findings
+    lines = [
+        *(*found.refused, *found.unlike),
+        *(f"{name} would not be stored" for name in found.missing if name not in kept),
+        *(f"{name} would have no place to be loaded into" for name in found.unexpected),
+        *changed,
     ]
     if lines:
-        more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
-        text = "\n  ".join(lines[:8])
-        remedy = f"Build the object at every start as it is saved, or leave it out with exclude={refused!r}"
-        if changed:
-            remedy = (
-                "Make this change before training, where the job is built or in @job.setup. If every "
-                "start builds the object as the epoch that it resumes from has it, declare it with "
-                "rebuilt=True"
-            )
-        raise BlobError(
-            f"blob {', '.join(map(repr, refused))} of {where}: a resume by the same program could not "
-            f"load what is to be saved, so nothing is:\n  {text}{more}\n{remedy}"
+        raise BlobError(_refusal(lines, dict.fromkeys([*objects, *draft.blobs]), where, changed))
+
+
+def _refusal(lines: Sequence[str], blobs: Collection[str], where: str, changed: Sequence[str]) -> str:
+    refused = [
+        blob
+        for blob in blobs
+        if any(line == blob or line.startswith((f"{blob}.", f"{blob} ", f"{blob}:")) for line in lines)
+    ]
+    more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
+    text = "\n  ".join(lines[:8])
+    remedy = f"Build the object at every start as it is saved, or leave it out with exclude={refused!r}"
+    if changed:
+        remedy = (
+            "Make this change before training, where the job is built or in @job.setup. If every start "
+            "builds the object as the epoch that it resumes from has it, declare it with rebuilt=True"
         )
-
-
-_BLOBS = (Role.TENSOR, Role.PARAMETER)
+    return (
+        f"blob {', '.join(map(repr, refused))} of {where}: a resume by the same program could not load what "
+        f"is to be saved, so nothing is:\n  {text}{more}\n{remedy}"
+    )
 
 
 def _in_place(objects: Mapping[str, Any], stored: Mapping[str, LeafSpec]) -> InPlace:
@@ -283,20 +273,13 @@ def _in_place(objects: Mapping[str, Any], stored: Mapping[str, LeafSpec]) -> InP
     specs = [
         spec
         for name, spec in stored.items()
-        if spec.blob == name and times[name] == 1 and spec.role in _BLOBS and name in objects
+        if spec.blob == name
+        and times[name] == 1
+        and spec.role in (Role.TENSOR, Role.PARAMETER)
+        and name in objects
     ]
     forms = [form_of(spec.dtype or "", spec.shape) for spec in specs]
     return fitting(objects, [spec.name for spec in specs], forms)
-
-
-def _lines(findings: Mismatches, kept: Collection[str]) -> list[str]:
-    """A line for each difference, in the words of a save."""
-    return [
-        *findings.refused,
-        *findings.unlike,
-        *(f"{name} would not be stored" for name in findings.missing if name not in kept),
-        *(f"{name} would have no place to be loaded into" for name in findings.unexpected),
-    ]
 
 
 class Rehearsal(RestorePlan):
@@ -344,7 +327,7 @@ class Rehearsal(RestorePlan):
         known = self._shown is None or spec.name in self._shown or self._shows.get(spec.blob)
         if not known and not self._can_be_made(stored):
             self.unlike(
-                f"{spec.name} is {told(stored)}, which came after the start, so a load could not build "
+                f"{spec.name} is {in_words(stored)}, which came after the start, so a load could not build "
                 "it: give its class a method state_dict_to_load_into() that returns the state with such "
                 "tensors in it"
             )
@@ -358,7 +341,6 @@ class Rehearsal(RestorePlan):
         return self._makes[form]
 
     def _take_inner(self, spec: LeafSpec) -> None:
-        """Mark the inner leaves of a wrapper as used."""
         stored = self.json(spec)
         for name in stored.get("inner", ()) if isinstance(stored, dict) else ():
             if (inner := self.take(f"{spec.name}.{name}")) is not None and inner.role is Role.SUBCLASS:

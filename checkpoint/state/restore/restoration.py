@@ -34,9 +34,7 @@ from torchrelay.checkpoint.state.leaf import (
 )
 from torchrelay.checkpoint.state.module_leaves import match_strides, named_parameters, orphans, parameters
 from torchrelay.checkpoint.state.names import Kind, kind_of, optimizers_in
-from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
 from torchrelay.checkpoint.state.restore.container import (
-    ContainerLoad,
     StoredTensor,
     draft_container,
     regrouped,
@@ -44,10 +42,9 @@ from torchrelay.checkpoint.state.restore.container import (
 from torchrelay.checkpoint.state.restore.findings import USUAL, RestoreOptions
 from torchrelay.checkpoint.state.restore.module import draft_module
 from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft_shared_parameters
-from torchrelay.checkpoint.state.restore.plan import RestorePlan
-from torchrelay.checkpoint.state.tensor_checks import not_initialised
-from torchrelay.checkpoint.state.tree_leaves import container_tensors, tree_tensors
-from torchrelay.checkpoint.state.wrappers import made_by_an_optimizer
+from torchrelay.checkpoint.state.restore.plan import LeafValue, RestorePlan
+from torchrelay.checkpoint.state.tensor_memory import Read, not_initialised, outside_inference_mode
+from torchrelay.checkpoint.state.tree_leaves import container_tensors, made_by_an_optimizer, tree_tensors
 from torchrelay.errors import PartiallyLoadedError, RelayError
 from torchrelay.records import Json
 
@@ -63,7 +60,7 @@ def draft_stateful(draft: RestorePlan, blob: str, value: Any) -> None:
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
         left = _left_out(draft, value, spec)
-        tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
+        tree = LeafValue(draft, spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
         known = any(one.order is not None for one in draft.specs.values())
         load = partial(_hand_over, value, left, known=known)
         draft.steps.append((blob, lambda: tree.hand_over(load)))
@@ -124,7 +121,6 @@ def _optimizer_states(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
 
 
 def _hand_over(value: Any, left: Sequence[tuple[Any, ...]], state: Any, *, known: bool) -> None:
-    """Pass the state to the object."""
     for *above, last in left:  # the value was built for this load
         del reduce(getitem, above, state)[last]
     value.load_state_dict(state)
@@ -132,8 +128,7 @@ def _hand_over(value: Any, left: Sequence[tuple[Any, ...]], state: Any, *, known
         match_strides(optimizer, known=known)
     if isinstance(value, DataLoader):
         # torchdata's loader makes an iterator of its state at the next call, and draws a seed for its
-        # workers.
-        # Uninterrupted, that draw came earlier: it must precede the restore of the random streams.
+        # workers. Uninterrupted, that draw came earlier: it must precede the restore of the random streams.
         value.state_dict()  # type: ignore[attr-defined]
 
 
@@ -171,20 +166,6 @@ def _shown(draft: RestorePlan, blob: str, value: Any) -> dict[str, torch.Tensor]
     return found
 
 
-def draft_tensor(draft: RestorePlan, blob: str, value: torch.Tensor) -> None:
-    """Plan to load a tensor in place: it stays the object that closures hold."""
-    spec = _root(draft, blob, value, (Role.TENSOR, Role.PARAMETER, Role.SUBCLASS))
-    if spec is not None:
-        draft.into(blob, spec, value)
-        draft.note_rest(blob)
-
-
-def draft_value(draft: RestorePlan, blob: str, value: Any) -> Builder | None:
-    """Plan to make a new tensor or value that replaces a value in the workspace."""
-    spec = _root(draft, blob, value, (Role.VALUE, Role.TENSOR, Role.PARAMETER))
-    return None if spec is None else _builder(draft, blob, spec)
-
-
 def draft_new(draft: RestorePlan, blob: str) -> Builder | None:
     """Plan to make a stored blob without a given object; only tensors and values can be made."""
     spec = draft.specs.get(blob)
@@ -200,9 +181,8 @@ def draft_new(draft: RestorePlan, blob: str) -> Builder | None:
 
 
 def _builder(draft: RestorePlan, blob: str, spec: LeafSpec) -> Builder:
-    """A function that makes the value once all is read."""
     if spec.kind == "value":
-        tree = draft.tree(spec)
+        tree = LeafValue(draft, spec)
         draft.note_rest(blob)
         return lambda: tree(None)
     if (live := draft.live(spec)) is not None:
@@ -225,7 +205,6 @@ def _root(draft: RestorePlan, blob: str, value: Any, roles: tuple[Role, ...]) ->
 
 
 def _stored_kind(draft: RestorePlan, blob: str) -> str:
-    """The kind of the stored blob, for messages."""
     spec = draft.specs.get(blob)
     if spec is None:
         return "a module or optimizer"
@@ -237,10 +216,7 @@ def _stored_kind(draft: RestorePlan, blob: str) -> str:
 
 
 def restore_requires_grad(objects: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> list[str]:
-    """Restore the saved requires_grad of parameters and registered tensors; returns changed names.
-
-    For a resumed run only. A load into another model leaves this to the program.
-    """
+    """In a resumed run, restore the saved requires_grad of parameters and tensors; changed names."""
     changed: list[str] = []
     for blob, value in objects.items():
         for name, tensor in _with_gradients(blob, value):
@@ -317,7 +293,15 @@ class Restoration:
         """
         with outside_inference_mode(), torch.no_grad():
             for blob, step in self._steps:
-                _run(blob, step)
+                try:
+                    step()
+                except RelayError:
+                    raise
+                except Exception as error:
+                    raise PartiallyLoadedError(
+                        f"blob {blob!r} refused its stored state ({type(error).__name__}: {error}); other "
+                        "objects may have changed already: load all of them again "
+                    ) from error
             self._steps.clear()  # they refer to what made them
             self.created = {blob: build() for blob, build in self._builders.items()}
         return self.created
@@ -347,48 +331,37 @@ def restoration(
         given = [blob for blob in objects if not (blob in settled or blob in options.untouched)]
     else:  # all is in place
         draft, given = RestorePlan(stored, values, {}, replace(options, in_place={})), []
-    load = ContainerLoad(objects)
-    builders = drafted(draft, {blob: objects[blob] for blob in given}, objects, load, partial)
+    builders = drafted(draft, {blob: objects[blob] for blob in given}, objects, partial)
     draft.conclude()
     draft.findings.check(stored, options)
     fixed = [blob for blob in given if blob in builders and kind_of(objects[blob]) is Kind.VALUE]
-    return Restoration(draft, builders, [*load.replaced, *fixed])
+    return Restoration(draft, builders, [*draft.replaced, *fixed])
 
 
 def drafted(
-    draft: RestorePlan,
-    given: Mapping[str, Any],
-    objects: Mapping[str, Any],
-    load: ContainerLoad,
-    partial: Collection[str],
+    draft: RestorePlan, given: Mapping[str, Any], objects: Mapping[str, Any], partial: Collection[str]
 ) -> dict[str, Callable[[], Any]]:
     """Draft the loads into `given`, which are among `objects`, and of stored blobs without an object."""
-    builders: dict[str, Callable[[], Any]] = {}
+    builders: dict[str, Callable[[], Any] | None] = {}
     containers = {blob for blob, value in given.items() if kind_of(value) is Kind.CONTAINER}
     # Modules first, because their load hooks may rename parameters for optimizers; and tensors, because a
-    # tensor
-    # shared with an optimizer may now be two, of which only the optimizer can get a new one.
+    # tensor shared with an optimizer may now be two, of which only the optimizer can get a new one.
     fixed_first = sorted(given, key=lambda blob: not isinstance(given[blob], nn.Module | torch.Tensor))
     for blob, value in given.items():
         if isinstance(value, torch.optim.Optimizer):
             draft_shared_parameters(draft, blob, value)
     for blob in fixed_first:
-        if blob in containers:
-            continue
-        if (builder := _draft_blob(draft, blob, given[blob])) is not None:
-            builders[blob] = builder
+        if blob not in containers:
+            builders[blob] = _draft_blob(draft, blob, given[blob])
     for blob in [blob for blob in given if blob in containers]:  # they may hold tensors of the others
-        made = draft_container(draft, blob, given[blob], load, partial=blob in partial)
-        if made is not None:
-            builders[blob] = made
+        builders[blob] = draft_container(draft, blob, given[blob], partial=blob in partial)
     for blob in draft.blobs:
-        if blob not in objects and (builder := draft_new(draft, blob)) is not None:
-            builders[blob] = builder
-    return builders
+        if blob not in objects:
+            builders[blob] = draft_new(draft, blob)
+    return {blob: build for blob, build in builders.items() if build is not None}
 
 
 def _draft_blob(draft: RestorePlan, blob: str, value: Any) -> Callable[[], Any] | None:
-    """Draft the load of one blob."""
     kind = kind_of(value)
     if kind is Kind.MODULE:
         lazy = [name for name, one in draft.states.of(value).items() if is_lazy(one)]
@@ -405,9 +378,14 @@ def _draft_blob(draft: RestorePlan, blob: str, value: Any) -> Callable[[], Any] 
                 "it, model.to_empty(device=...), or a forward pass), and build the optimizer after that",
             )
             return None
-    if kind is Kind.VALUE:
-        return draft_value(draft, blob, value)
-    _DRAFTERS[kind](draft, blob, value)
+    if kind is Kind.VALUE:  # a new tensor or value replaces it in the workspace
+        spec = _root(draft, blob, value, (Role.VALUE, Role.TENSOR, Role.PARAMETER))
+        return None if spec is None else _builder(draft, blob, spec)
+    if kind is not Kind.TENSOR:
+        _DRAFTERS[kind](draft, blob, value)
+    elif (spec := _root(draft, blob, value, (Role.TENSOR, Role.PARAMETER, Role.SUBCLASS))) is not None:
+        draft.into(blob, spec, value)  # it stays the object that closures hold
+        draft.note_rest(blob)
     return None
 
 
@@ -415,18 +393,4 @@ _DRAFTERS: dict[Kind, Callable[[RestorePlan, str, Any], None]] = {
     Kind.MODULE: draft_module,
     Kind.OPTIMIZER: draft_optimizer,
     Kind.STATEFUL: draft_stateful,
-    Kind.TENSOR: draft_tensor,
 }
-
-
-def _run(blob: str, step: Callable[[], None]) -> None:
-    """Run a step of the installation; raises PartiallyLoadedError if it fails."""
-    try:
-        step()
-    except RelayError:
-        raise
-    except Exception as error:
-        raise PartiallyLoadedError(
-            f"blob {blob!r} refused its stored state ({type(error).__name__}: {error}); other objects "
-            "may have changed already: load all of them again "
-        ) from error

@@ -1,4 +1,4 @@
-"""Check which tensors can be leaves and be loaded into, one by one or many at once.
+"""Check which tensors can be leaves and be loaded into, and read stored ones into live or new memory.
 
 Saves and loads use the same rules. A load also checks, before the first byte, that the memory of live tensors
 may be written. Memory that torch allocated may. Foreign memory (numpy arrays, mapped files) is looked up in
@@ -15,7 +15,9 @@ import ctypes
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import field
+from functools import lru_cache
 from itertools import accumulate, islice
 from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar
@@ -28,21 +30,43 @@ from torchrelay.checkpoint.format.dtypes import (
     AT_ONCE,
     all_in_order,
     all_strided,
+    as_copied,
+    by_name,
     check_dense,
     has_memory,
     is_storable,
     logical_dtype,
     logical_name,
     memories_at,
+    torch_dtype,
 )
+from torchrelay.checkpoint.format.mesh_geometry import LocalTarget
 from torchrelay.checkpoint.format.shard.entries import EntryForm, form_of
-from torchrelay.checkpoint.state.leaf import is_sharded, local_of
-from torchrelay.checkpoint.state.wrappers import is_typed_memory, is_wrapper, plain
+from torchrelay.checkpoint.state.leaf import LeafSpec, is_sharded, local_of, order_of
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, RelayError
 from torchrelay.records import dataclass
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of named inner tensors; DTensors and nested tensors do not count."""
+    if type(tensor) in _PLAIN or is_sharded(tensor) or tensor.is_nested:
+        return False
+    steps = "__tensor_flatten__", "__tensor_unflatten__"
+    return all(callable(getattr(type(tensor), step, None)) for step in steps)
+
+
+def is_typed_memory(tensor: torch.Tensor) -> bool:
+    """Whether a subclass only adds a type to plain memory: no inner tensors, no attributes."""
+    stock = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return stock and not is_sharded(tensor) and not getattr(tensor, "__dict__", None)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its type, detached, sharing its memory."""
+    return (tensor if type(tensor) in _PLAIN else tensor.as_subclass(torch.Tensor)).detach()
 
 
 def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -93,7 +117,6 @@ def not_initialised(name: str) -> str:
 
 
 def _refusal(tensor: torch.Tensor, name: str) -> str:
-    """The error for a tensor that cannot be stored."""
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if is_wrapper(tensor):
         return (
@@ -138,13 +161,11 @@ def unwritable(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         if not memory.untyped_storage().resizable() and memory.is_cpu:
             foreign.append((name, memory))
     maps = _memory_maps() if foreign else None
-    found = {
-        name: file for name, memory in foreign if maps and (file := _read_only(maps, memory)) is not None
-    }
     return [
         f"{name} has read-only memory{f' (it maps {file})' if file else ''}, so nothing can be loaded "
         "into it: register a clone() of it"
-        for name, file in found.items()
+        for name, memory in foreign
+        if maps and (file := _read_only(maps, memory)) is not None
     ]
 
 
@@ -160,20 +181,17 @@ _Maps = tuple[list[int], list[tuple[int, bool, str]]]
 def _memory_maps() -> _Maps | None:
     """The memory of this process in ascending order; None if the system does not provide it."""
     starts, rest = [], []
-    try:
-        with open("/proc/self/maps", errors="replace") as lines:
-            for line in lines:
-                place, mode, *_, file = f"{line.rstrip()} ".split(" ", 5)
-                start, _, end = place.partition("-")
-                starts.append(int(start, 16))
-                rest.append((int(end, 16), mode[1] == "w", file.strip()))
-    except OSError:
-        return None
-    return starts, rest
+    with suppress(OSError), open("/proc/self/maps", errors="replace") as lines:
+        for line in lines:
+            place, mode, *_, file = f"{line.rstrip()} ".split(" ", 5)
+            start, _, end = place.partition("-")
+            starts.append(int(start, 16))
+            rest.append((int(end, 16), mode[1] == "w", file.strip()))
+        return starts, rest
+    return None
 
 
 def _read_only(maps: _Maps, memory: torch.Tensor) -> str | None:
-    """The read-only mapping that a part of a tensor's memory is in, if any."""
     if memory.numel() == 0:
         return None
     starts, rest = maps
@@ -189,7 +207,6 @@ def _read_only(maps: _Maps, memory: torch.Tensor) -> str | None:
 
 
 def _steps(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Stride and size of each dimension."""
     return zip(tensor.stride(), tensor.shape, strict=True)
 
 
@@ -270,14 +287,9 @@ class InPlace:
     plain: PlainTensors = field(default_factory=PlainTensors)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all."""
-        return sum(self._sizes())
-
-    @property
-    def memories(self) -> list[Memory]:
-        """The bytes of each."""
-        return self.plain.memories
+    def sizes(self) -> list[int]:
+        """Bytes of each."""
+        return [form.nbytes for form in self.plain.forms]
 
     def rest(self, objects: Mapping[str, T]) -> Mapping[str, T]:
         """The objects that are not here."""
@@ -290,7 +302,7 @@ class InPlace:
 
     def beside(self) -> tuple[list[Memory], Memory]:
         """Separate memory for each, and the allocation that contains it."""
-        sizes = self._sizes()
+        sizes = self.sizes
         ends = list(accumulate(sizes))
         whole = (ctypes.c_ubyte * (ends[-1] if ends else 0))()
         first = ctypes.addressof(whole)
@@ -298,21 +310,15 @@ class InPlace:
 
     def put(self, memories: Iterable[Memory]) -> None:
         """Copy from separate memory into place."""
-        places, sources = (map(ctypes.addressof, some) for some in (self.memories, memories))  # type: ignore[arg-type]
-        deque(map(ctypes.memmove, places, sources, self._sizes()), maxlen=0)
-
-    def _sizes(self) -> list[int]:
-        return [form.nbytes for form in self.plain.forms]
+        places, sources = (map(ctypes.addressof, some) for some in (self.plain.memories, memories))  # type: ignore[arg-type]
+        deque(map(ctypes.memmove, places, sources, self.sizes), maxlen=0)
 
 
 NOTHING = InPlace()
 
 
 def planned(plan: Callable[[InPlace], T], in_place: InPlace) -> tuple[T, InPlace]:
-    """Plan all that is not in place.
-
-    If that raises, all is planned without in-place tensors, so that the error lists everything.
-    """
+    """Plan all that is not in place; if that raises, plan all, so that the error lists everything."""
     try:
         return plan(in_place), in_place
     except RelayError:
@@ -322,10 +328,7 @@ def planned(plan: Callable[[InPlace], T], in_place: InPlace) -> tuple[T, InPlace
 
 
 def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[EntryForm]) -> InPlace:
-    """Those of these stored leaves, each the only one of a blob of its name, that fit their object.
-
-    Tensors that begin at the same address are left out.
-    """
+    """Those leaves, each alone in a blob of its name, that fit an object and begin where no other does."""
     live = list(objects.values()) if list(objects) == names else [objects[name] for name in names]
     plain, found = PlainTensors(), dict[str, torch.Tensor]()
     for at in range(0, len(live), AT_ONCE):
@@ -345,8 +348,145 @@ def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[En
 
 
 def _shared(found: Iterable[str], places: Sequence[int]) -> set[str]:
-    """Names of tensors that begin at the same address as another; empty ones never do."""
     if len(set(places)) == len(places):
         return set()
     count = Counter(places)
     return {name for name, place in zip(found, places, strict=True) if place and count[place] > 1}
+
+
+class Read:
+    """One tensor to be read: the stored leaf `leaf`, into `memory()`.
+
+    `live` is a tensor of an object, `destination` the same if it can be written in place; otherwise
+    `memory()` is new, and the restoration copies it into `live`. With a `target` the memory takes only these
+    boxes of the leaf. A new tensor made of it gets the type `becomes`.
+    """
+
+    def __init__(
+        self,
+        leaf: str,
+        spec: LeafSpec,
+        live: torch.Tensor | None = None,
+        target: LocalTarget | None = None,
+        *,
+        becomes: torch.dtype | None = None,
+    ) -> None:
+        self.leaf = leaf
+        self.spec = spec
+        self.live = live
+        as_stored = live is not None and spec.dtype == dtype_name(live.dtype)
+        in_order = live is not None and live.is_cpu and live.is_contiguous()
+        flipped = live is not None and (live.is_conj() or live.is_neg())
+        self.destination = live if as_stored and in_order and not flipped else None
+        self.target = target
+        self.becomes = becomes
+        self._placed: dict[str, torch.Tensor] | None = None
+
+    def memory(self) -> torch.Tensor:
+        """The contiguous CPU tensor to fill; fresh memory is allocated at the first call."""
+        if self.destination is not None:
+            return self.destination
+        if not hasattr(self, "_fresh"):
+            self._fresh = self.fresh()
+        return self._fresh
+
+    def fresh(self) -> torch.Tensor:
+        """New memory of the size that is to be filled."""
+        shape = self.spec.shape if self.target is None else self.target.shape
+        with outside_inference_mode():
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The stored element type; a live tensor may have another one."""
+        return torch_dtype(by_name(self.spec.dtype or ""))
+
+    def settle(self) -> None:
+        """Copy new memory into the live tensor."""
+        if self.live is not None and hasattr(self, "_fresh"):
+            put(self.live, self._fresh)
+
+    def on(self, device: torch.device | None) -> torch.Tensor:
+        """The memory, once read, on a device, None for that of `device_for`: one shared tensor per device."""
+        where = str(device or device_for(self.spec) or "cpu")
+        self._placed = {} if self._placed is None else self._placed
+        if where not in self._placed:
+            found = self.memory().to(where, self.becomes or self.dtype)
+            self._placed[where] = found
+            if self.live is None and self.spec.order is not None:
+                put(new := empty(self.spec, where, found.dtype), found)
+                self._placed[where] = new
+        return self._placed[where]
+
+
+def device_for(spec: LeafSpec) -> torch.device | None:
+    """The GPU for a tensor that was saved on one, if this process computes on GPUs; None for the CPU."""
+    if spec.device is None or not torch.cuda.is_initialized():
+        return None
+    distance = int(spec.device.partition(":")[2] or 0)
+    return torch.device("cuda", (torch.cuda.current_device() + distance) % torch.cuda.device_count())
+
+
+def empty(
+    spec: LeafSpec, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """New memory for a whole tensor, in the memory order in which it was saved."""
+    order = range(len(spec.shape)) if spec.order is None else spec.order
+    dtype = dtype or torch_dtype(by_name(spec.dtype or ""))
+    with outside_inference_mode():
+        return torch.empty_permuted(spec.shape, list(order), dtype=dtype, device=device)
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Context without inference mode, because loaded tensors are trained afterwards."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if a plain model of its shape has other strides: fused kernels need equal ones."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is model.layout is torch.strided
+    if not plain or is_sharded(model) or is_wrapper(model) or tensor.shape != model.shape:
+        return tensor
+    if tensor.stride() == model.stride():
+        return tensor
+    with outside_inference_mode():
+        put(new := torch.empty_like(model, dtype=tensor.dtype, device=tensor.device), tensor)
+        return new
+
+
+def lay_as_saved(live: torch.Tensor, spec: LeafSpec) -> None:
+    """Give a tensor the memory order in which it was saved, in new memory."""
+    if order_of(live) != spec.order:
+        put(new := empty(spec, live.device, live.dtype), live)
+        take_memory_of(new, live)
+
+
+def take_memory_of(other: torch.Tensor, live: torch.Tensor) -> None:
+    """Give a live tensor the memory of another one; hooks on its gradient, as those of DDP, stay."""
+    if live.is_inference():
+        with torch.inference_mode():
+            live.set_(other)  # type: ignore[call-overload]
+    else:
+        live.data = other
+
+
+def same_form(spec: LeafSpec, live: torch.Tensor) -> bool:
+    """Whether a stored leaf is a tensor of this shape and element type."""
+    return spec.kind == "tensor" and spec.dtype == dtype_name(live.dtype) and spec.shape == live.shape
+
+
+def form(tensor: torch.Tensor) -> str:
+    """Element type and shape as `LeafSpec` prints them: float32[2, 3]."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name, as in a `LeafSpec`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def put(live: torch.Tensor, content: torch.Tensor) -> None:
+    """Copy into a live tensor, also into an inference tensor."""
+    with torch.inference_mode() if live.is_inference() else nullcontext():
+        as_copied(live).copy_(as_copied(content))
