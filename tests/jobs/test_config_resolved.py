@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.jobs.config.config import read_config
-from torchrelay.jobs.config.expressions import WorkspaceToken, parts_of, written
+from torchrelay.jobs.config.interpolation import WORKSPACE, Part, parts_of, written
 from torchrelay.jobs.config.yaml_reader import read_yaml, yaml_lines
 
 CHARACTERS = st.text(st.sampled_from("${}workspace$.: '\"\\#-\n\té\u2028😀0e1"), max_size=12)
@@ -30,16 +30,16 @@ TREES = st.dictionaries(TRICKY, VALUES, max_size=4)
 
 
 @settings(max_examples=150)
-@given(st.lists(TRICKY | st.just(WorkspaceToken.WORKSPACE), max_size=5))
-def test_what_is_written_with_marks_is_read_again(parts: list[str | WorkspaceToken]) -> None:
+@given(st.lists(TRICKY | st.just(WORKSPACE), max_size=5))
+def test_what_is_written_with_marks_is_read_again(parts: list[Part]) -> None:
     """Literals that look like expressions are escaped; the workspace stays itself, beside all."""
     home = "\0home\0"
-    means = "".join(home if isinstance(one, WorkspaceToken) else one for one in parts)
+    means = "".join(one if isinstance(one, str) else home for one in parts)
     again = parts_of(written(parts))
     found = "".join(
         one if isinstance(one, str) else home
         for one in again
-        if isinstance(one, (str, WorkspaceToken)) or one.path == "workspace"  # type: ignore[union-attr]
+        if isinstance(one, str) or one.path == "workspace"
     )
     assert found == means
 

@@ -47,7 +47,7 @@ class LoadedUpstream:
 
         Raises UsageError for a run without a configuration: a plain program has it in its `code`.
         """
-        from torchrelay.jobs.config.expressions import configuration
+        from torchrelay.jobs.config.interpolation import configuration
 
         return copy.deepcopy(configuration(self.path))
 
@@ -87,7 +87,7 @@ def load_upstream(
         model = low.code.import_module("net").Net(low.config["hyper_parameters"]["width"])
         JobRunner(job, "runs/expert", upstream=upstream)
     """
-    from torchrelay.jobs.config.expressions import LINEAGE, STAGE, stage_folder
+    from torchrelay.jobs.config.interpolation import LINEAGE, STAGE, stage_folder
 
     first, *inner = [check_alias(one) for one in str(alias).split("/")]
     if upstream is not None and (not isinstance(upstream, Mapping) or first not in upstream):
