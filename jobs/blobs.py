@@ -66,7 +66,13 @@ def _open_parameter(step: Step) -> inspect.Parameter | None:
         raise UsageError(
             f"{_described(step)} is async or a generator, so a call would not run it; use a plain def"
         )
-    open_ones = [p for p in _parameters(step) if p.kind in _FILLABLE and p.default is p.empty]
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{_described(step)} has no readable signature; wrap it, such as in `lambda ctx: ...`"
+        ) from None
+    open_ones = [p for p in parameters if p.kind in _FILLABLE and p.default is p.empty]
     if len(open_ones) > 1:
         raise UsageError(
             f"{_described(step)} takes {', '.join(p.name for p in open_ones)}; a step takes nothing, `ws` or "
@@ -76,15 +82,6 @@ def _open_parameter(step: Step) -> inspect.Parameter | None:
 
 
 _LAZY_KINDS = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-
-
-def _parameters(step: Step) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(step).parameters.values())
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"{_described(step)} has no readable signature; wrap it, such as in `lambda ctx: ...`"
-        ) from None
 
 
 def _described(step: Step) -> str:
@@ -165,8 +162,10 @@ class LoopBlobs:
     def __init__(self, given: Mapping[str, Any] | None, *, factories: bool) -> None:
         self._live: Mapping[str, Any] = {} if given is None else given
         self._registered = dict(self._live) if isinstance(self._live, Mapping) else {}
+        numpy: Any = sys.modules.get("numpy")  # without numpy loaded there are no numpy values
+        fixed = _IMMUTABLE if numpy is None else (*_IMMUTABLE, numpy.generic, numpy.dtype)
         for name, value in self._registered.items():
-            if _cannot_change(value):
+            if isinstance(value, fixed) or is_fixed(value):
                 raise UsageError(
                     f"blob {name!r} is {value!r:.80}, which cannot change in place, so its next value would "
                     f"not be saved: put it into a dict, state=dict({name}=...), and update that"
@@ -188,12 +187,6 @@ class LoopBlobs:
                     f"blobs[{name!r}] was replaced after it was registered, and the new object is not saved: "
                     "change the registered object in place"
                 )
-
-
-def _cannot_change(value: object) -> bool:
-    numpy: Any = sys.modules.get("numpy")  # without numpy loaded there are no numpy values
-    scalars = () if numpy is None else (numpy.generic, numpy.dtype)
-    return isinstance(value, (*_IMMUTABLE, *scalars)) or is_fixed(value)
 
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None), torch.dtype, torch.device)
@@ -269,7 +262,15 @@ class BlobRegistry:
                     raise UsageError(f"two blobs have the name {name!r}: rename one of them")
                 merged[name] = Blob(name, _checked_source(name, source), forced, reshard, container, rebuilt)
         check_blob_names(merged, {blob.name: blob.container for blob in merged.values() if blob.container})
-        _check_objects(merged.values())
+        names: dict[int, str] = {}
+        for blob in merged.values():
+            if kind_of(blob.source) == "value" and not is_container(blob.source):
+                continue
+            first = names.setdefault(id(blob.source), blob.name)
+            if first != blob.name:
+                raise UsageError(
+                    f"blobs {first!r} and {blob.name!r} are one object: register it once, under one name"
+                )
         self._blobs = merged
 
     __call__ = add
@@ -361,18 +362,6 @@ def _checked_source(name: str, source: object) -> object:
             "puts in its place later cannot be followed: give a list, a dict or a dataclass (not frozen)"
         )
     return source
-
-
-def _check_objects(blobs: Any) -> None:
-    names: dict[int, str] = {}
-    for blob in blobs:
-        if kind_of(blob.source) == "value" and not is_container(blob.source):
-            continue
-        first = names.setdefault(id(blob.source), blob.name)
-        if first != blob.name:
-            raise UsageError(
-                f"blobs {first!r} and {blob.name!r} are one object: register it once, under one name"
-            )
 
 
 def _listed(names: Any) -> str:

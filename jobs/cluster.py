@@ -31,11 +31,7 @@ class Managed:
 
     @overload
     @classmethod
-    def current(cls: type[M], value: M | None = None) -> M: ...
-
-    @overload
-    @classmethod
-    def current(cls: type[M], value: M | None = None, *, required: Literal[True]) -> M: ...
+    def current(cls: type[M], value: M | None = None, *, required: Literal[True] = True) -> M: ...
 
     @overload
     @classmethod
@@ -47,8 +43,10 @@ class Managed:
 
         Raises UsageError for a value of another class; NotAllowedNowError without one, if `required`.
         """
+        if value is not None and not isinstance(value, cls):
+            raise UsageError(f"expected a {cls.__name__}, got {value!r} of type {type(value).__name__}")
         if value is not None:
-            return _checked(cls, value)
+            return value
         stack = _stack(cls)
         if stack:
             return cast(M, stack[-1])
@@ -95,12 +93,6 @@ def _managed_classes(cls: type[Managed]) -> list[type[Managed]]:
     return [base for base in cls.__mro__ if issubclass(base, Managed) and base is not Managed]
 
 
-def _checked(cls: type[M], value: object) -> M:
-    if isinstance(value, cls):
-        return value
-    raise UsageError(f"expected a {cls.__name__}, got {value!r} of type {type(value).__name__}")
-
-
 MAX_BLOB_NAME_BYTES = 1024
 """Longest blob name in bytes of UTF-8."""
 
@@ -126,10 +118,22 @@ def check_node_name(name: str) -> str:
 
 def check_blob_name(name: str) -> str:
     """Return `name` if it is a valid blob name; raises UsageError otherwise."""
-    problem = _blob_name_problem(name)
-    if problem is None:
+    if _all_plain([name]):
         return name
-    raise UsageError(f"{name!r} cannot be the name of a blob: {problem}")
+    problem = ""
+    if not isinstance(name, str):
+        problem = f"it is a {type(name).__name__}, names are str"
+    elif not name:
+        problem = "it is empty"
+    elif found := sorted(set(name) & set(_ADDRESS_CHARACTERS)):
+        problem = f"it has {' '.join(found)}, reserved for addresses such as 'trainer_1:model.*'"
+    elif any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        problem = "it has control characters or lone surrogates"
+    elif len(name.encode()) > MAX_BLOB_NAME_BYTES:
+        problem = f"it has {len(name.encode())} bytes, more than {MAX_BLOB_NAME_BYTES}"
+    if problem:
+        raise UsageError(f"{name!r} cannot be the name of a blob: {problem}")
+    return name
 
 
 def check_address(name: str) -> str:
@@ -203,23 +207,6 @@ def dotted_prefixes(name: str) -> list[str]:
         found.append(name[:at])
         at = name.find(".", at + 1)
     return found
-
-
-def _blob_name_problem(name: object) -> str | None:
-    if _all_plain([name]):
-        return None
-    if not isinstance(name, str):
-        return f"it is a {type(name).__name__}, names are str"
-    if not name:
-        return "it is empty"
-    found = sorted(set(name) & set(_ADDRESS_CHARACTERS))
-    if found:
-        return f"it has {' '.join(found)}, reserved for addresses such as 'trainer_1:model.*'"
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
-        return "it has control characters or lone surrogates"
-    if len(name.encode()) > MAX_BLOB_NAME_BYTES:
-        return f"it has {len(name.encode())} bytes, more than {MAX_BLOB_NAME_BYTES}"
-    return None
 
 
 class Cluster(Managed):
@@ -320,39 +307,24 @@ _TEXT = re.compile(
 
 def check_on(on: On) -> None:
     """Raise UsageError with the valid forms for an invalid `on`."""
-    if isinstance(on, str):
-        known = _TEXT.fullmatch(on) is not None
-    elif callable(on):
-        known = True
-    else:
-        known = all(map(_is_rank, on)) and len(on) > 0 if isinstance(on, _LISTS) else _is_rank(on)
-    if not known:
+    ranks = on if isinstance(on, _LISTS) else [on]
+    known = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ranks) and ranks
+    if not (_TEXT.fullmatch(on) if isinstance(on, str) else callable(on) or known):
         raise UsageError(f"on={on!r} is invalid: expected {FORMS}")
 
 
 def selected(on: On, place: NodePlace) -> bool:
     """Return True if a task with this `on` runs at `place`; raises UsageError for an unknown form."""
     check_on(on)
-    if isinstance(on, str):
-        return _text_selects(on, place)
     if callable(on):
         return bool(on(place))
-    return place.rank == on if isinstance(on, int) else place.rank in on
-
-
-def _text_selects(on: str, place: NodePlace) -> bool:
-    match = _TEXT.fullmatch(on)
-    found = match.groupdict() if match else {}
+    if not isinstance(on, str):
+        return place.rank == on if isinstance(on, int) else place.rank in on
+    found = match.groupdict() if (match := _TEXT.fullmatch(on)) else {}
     if found["rank"]:
         return place.rank == int(found["rank"])
     if found["local"]:
         return place.local_rank == int(found["local"])
     if found["host"]:
         return found["host"] in (str(place.host_index), place.host)
-    if found["role"]:
-        return place.role == found["role"]
-    return True
-
-
-def _is_rank(rank: object) -> bool:
-    return isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
+    return place.role == found["role"] if found["role"] else True

@@ -190,10 +190,9 @@ class TaskGroup(Managed):
             return []
         used = self.used_nodes()
         hooks: list[NodeHook] = [*self.reporters, *self.local_inits, *self.local_exits]
-        idle = dict.fromkeys(hook.node for hook in hooks if hook.node is not None and hook.node not in used)
-        return [
-            f"group {self.name!r} has a report step or hook on {node!r}, but no task there" for node in idle
-        ]
+        idle = dict.fromkeys(hook.node for hook in hooks if hook.node not in (None, *used))
+        what = f"group {self.name!r} has a report step or hook on"
+        return [f"{what} {node!r}, but no task there" for node in idle]
 
     def freeze(self) -> None:
         """Refuse further changes; called at the first run."""
@@ -361,13 +360,8 @@ class Job(Managed):
     @property
     def groups(self) -> dict[str, TaskGroup]:
         """The five groups by name, in the order of a new run."""
-        return {
-            "setup": self.setup_group,
-            "init": self.init_group,
-            "epoch": self.epoch_group,
-            "download": self.download_group,
-            "exit": self.exit_group,
-        }
+        names = ("setup", "init", "epoch", "download", "exit")
+        return {name: getattr(self, f"{name}_group") for name in names}
 
     def stop_when(self, *conditions: Any) -> None:
         """Add stop conditions; the job ends when any of them is true after an epoch."""
@@ -424,12 +418,6 @@ class Job(Managed):
 
     def check(self) -> None:
         """Raise UsageError with all errors that keep this job from running."""
-        problems = [*self._own_problems(), *(p for group in self.groups.values() for p in group.problems())]
-        if problems:
-            numbered = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
-            raise UsageError(f"job {self.name or 'without a name'!r} cannot run: {numbered}")
-
-    def _own_problems(self) -> list[str]:
         problems = []
         if not self.epoch_group.num_registered_tasks():
             problems.append("the epoch group has no task: add one with @job.epoch")
@@ -443,7 +431,10 @@ class Job(Managed):
         twice = dict.fromkeys(node for node in nodes or () if (nodes or ()).count(node) > 1)
         if twice:
             problems.append(f"nodes_to_checkpoint has {', '.join(twice)} more than once")
-        return problems
+        problems += [problem for group in self.groups.values() for problem in group.problems()]
+        if problems:
+            numbered = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
+            raise UsageError(f"job {self.name or 'without a name'!r} cannot run: {numbered}")
 
 
 def _node_names(nodes: Iterable[str | Node] | None) -> tuple[str, ...] | None:

@@ -112,8 +112,14 @@ class RandomStreams:
         import torch
 
         random.setstate(_python_from(self.python))
-        if self.numpy is not None:
-            _restore_numpy(self.numpy)
+        if self.numpy is not None and (numpy := numpy_module(load=True)) is not None:
+            state = _unplain(_parsed(self.numpy, "numpy"), numpy)
+            name = state.get("bit_generator")
+            if name not in _NUMPY_GENERATORS:
+                raise FormatError(f"the random state of numpy has the unknown generator {name!r}")
+            if numpy.random.get_state(legacy=False)["bit_generator"] != name:
+                numpy.random.set_bit_generator(getattr(numpy.random, name)())
+            numpy.random.set_state(state)
         torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
         # before CUDA is initialised torch keeps the state for later
         for device, state in zip(_cuda_order() if self.cuda else (), self.cuda, strict=False):
@@ -210,19 +216,6 @@ def _unplain(value: Any, numpy: ModuleType) -> Any:
     if set(value) == {"dtype", "values"}:
         return numpy.array([_unplain(item, numpy) for item in value["values"]], dtype=value["dtype"])
     return {key: _unplain(item, numpy) for key, item in value.items()}
-
-
-def _restore_numpy(data: bytes) -> None:
-    numpy = numpy_module(load=True)
-    if numpy is None:
-        return
-    state = _unplain(_parsed(data, "numpy"), numpy)
-    name = state.get("bit_generator")
-    if name not in _NUMPY_GENERATORS:
-        raise FormatError(f"the random state of numpy has the unknown generator {name!r}")
-    if numpy.random.get_state(legacy=False)["bit_generator"] != name:
-        numpy.random.set_bit_generator(getattr(numpy.random, name)())
-    numpy.random.set_state(state)
 
 
 def _cuda_devices() -> int:

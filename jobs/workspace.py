@@ -97,9 +97,7 @@ class Workspace(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         owner = self._owner(name)
-        if owner is None:
-            return self._inner(name)
-        return owner._entries[name].value
+        return self._inner(name) if owner is None else owner._entries[name].value
 
     def get(self, name: str, default: Any = None, /) -> Any:
         """Return the value of `name`, or `default` if there is none.
@@ -123,10 +121,18 @@ class Workspace(MutableMapping[str, Any]):
         check_blob_name(name)
         with self._lock:
             owner = self._owner(name)
-            if owner is None and (place := self._within(name)) is not None:
-                self._assign_inside(name, *place, value)
-            else:
+            if owner is not None or (place := self._within(name)) is None:
                 (owner or self._home(name))._assign(name, value)
+                return
+            if self.gate is not None:
+                self.gate()
+            held = item_of(*place) if name in self else None
+            if isinstance(held, torch.Tensor) and held is not value:
+                self._check_copy(name, held, value)
+                with torch.no_grad():
+                    held.copy_(value)
+            else:
+                set_item(*place, value)
 
     def setdefault(self, name: str, default: Any = None, /) -> Any:
         """Return the value of `name`, setting it to `default` first if there is none.
@@ -258,17 +264,6 @@ class Workspace(MutableMapping[str, Any]):
             with suppress(LookupError):
                 return item_of(*place)
         raise KeyError(self._missing(name))
-
-    def _assign_inside(self, name: str, holder: Any, key: Any, value: Any) -> None:
-        if self.gate is not None:
-            self.gate()
-        held = item_of(holder, key) if name in self else None
-        if isinstance(held, torch.Tensor) and held is not value:
-            self._check_copy(name, held, value)
-            with torch.no_grad():
-                held.copy_(value)
-        else:
-            set_item(holder, key, value)
 
     def _assign(self, name: str, value: Any) -> None:
         entry = self._entries.get(name)

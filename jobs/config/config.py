@@ -191,7 +191,19 @@ class Config:
         A section that was converted to a dict counts as read.
         """
         parts = user_sections(self.settings) if sections is None else sections
-        found = [self._unread(where) for part in parts for where in part.unread()]
+        tree, found = self._reading.tree, []
+        for where in (one for part in parts for one in part.unread()):
+            name, asked = (
+                str(where[-1]),
+                [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]],
+            )
+            near = nearest(name, asked)
+            remedy = f"; `{near}` was requested but is missing" if near else ""
+            if near is None and isinstance(form := form_at(where[:-1]), Section):
+                near = nearest(name, form.keys)
+                remedy = f"; did you mean `{near}`?" if near else ""
+            why = f"was never read{remedy}"
+            found.append(ConfigProblem(tree.key_origin(where), tree.path(where), why, near))
         return tuple(sorted(found, key=lambda one: one.origin.place))
 
     def check_unused(self, *, strict: bool, sections: Sequence[Tracked] | None = None) -> tuple[str, ...]:
@@ -200,16 +212,6 @@ class Config:
         if found and strict:
             raise ConfigError(found)
         return tuple(str(one) for one in found)
-
-    def _unread(self, where: Where) -> ConfigProblem:
-        tree = self._reading.tree
-        asked = [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]]
-        near = nearest(str(where[-1]), asked)
-        remedy = f"; `{near}` was requested but is missing" if near else ""
-        if near is None and isinstance(form := form_at(where[:-1]), Section):
-            near = nearest(str(where[-1]), form.keys)
-            remedy = f"; did you mean `{near}`?" if near else ""
-        return ConfigProblem(tree.key_origin(where), tree.path(where), f"was never read{remedy}", near)
 
     @cached_property
     def resolved(self) -> dict[str, Any]:

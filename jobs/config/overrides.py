@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from pathlib import Path
 from typing import Any
 
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, RunnerSection, is_infer
@@ -109,7 +110,9 @@ class _TreeEditor:
                 form = form.below(word)
                 continue
             if _is_open(form, here):
-                return (None, None) if adds else (_not_there(word, known, key), nearest(word, known))
+                near = f"{hint(word, known)} ".lstrip()
+                why = f"`{word}` is not in the configuration; {near}(+{key}=... adds it)"
+                return (None, None) if adds else (why, nearest(word, known))
             return f"unknown name `{word}`; {hint(word, known) or 'it has no keys'}", nearest(word, known)
         return None, None
 
@@ -149,11 +152,6 @@ def _is_open(form: FieldType | None, value: Any) -> bool:
     if isinstance(form, Section):
         return form.free is not None
     return form.below("") is not None if form is not None else isinstance(value, dict)
-
-
-def _not_there(word: str, known: set[str], key: str) -> str:
-    near = hint(word, known)
-    return f"`{word}` is not in the configuration; {near}{' ' if near else ''}(+{key}=... adds it)"
 
 
 def _read(written: str) -> ParseResult:
@@ -238,12 +236,10 @@ class _References:
     def _known(self, where: Where, names: list[str], what: str) -> None:
         """Report each name at `where`, one or a list, that is not in `names`."""
         value = self._value(where)
-        listed = (
-            [((*where, at), one) for at, one in enumerate(value)]
-            if isinstance(value, list)
-            else [(where, value)]
-        )
-        for place, name in listed:
+        places: list[tuple[Where, Any]] = [(where, value)]
+        if isinstance(value, list):
+            places = [((*where, at), one) for at, one in enumerate(value)]
+        for place, name in places:
             if isinstance(name, str) and name and name not in names and not self._is_broken(*place):
                 near = hint(name, names) or f"no {what} is declared"
                 self._wrong(place, f"unknown {what} `{name}`; {near}", nearest(name, names))
@@ -260,20 +256,16 @@ class _References:
             if not self._is_broken(*where, other):
                 self._wrong((*where, given[0]), f"`{other}` missing", key=True)
         if given and optimizer.get("lr_scheduler") is not None:
-            self._wrong(
-                (*where, given[0]),
-                "`lr_scheduler` already sets the learning rate schedule: remove one",
-                key=True,
-            )
+            why = "`lr_scheduler` already sets the learning rate schedule: remove one"
+            self._wrong((*where, given[0]), why, key=True)
 
     def _trains(self, where: Where, runner: _Keys) -> None:
         """Check the keys of a runner that trains."""
         for name, spec in section(RunnerSection).keys.items():
             if spec.infer_only and runner.get(name) is not None:
                 near, remedy = ("epochs", "; did you mean `epochs`?") if name == "epoch" else (None, "")
-                self._wrong(
-                    (*where, name), f"only valid for a runner of class `infer`{remedy}", near, key=True
-                )
+                why = f"only valid for a runner of class `infer`{remedy}"
+                self._wrong((*where, name), why, near, key=True)
         said = runner.get("stop")
         stop: _Keys = said if isinstance(said, dict) else {}
         ends = runner.get("epochs_per_partition") is not None or any(one is not None for one in stop.values())
@@ -283,21 +275,19 @@ class _References:
         elif stop.get("max_epochs") is not None:
             why = "`epochs` of the runner already sets it: remove one"
             self._wrong((*where, "stop", "max_epochs"), why, key=True)
-        self._onnx_files(where, runner)
+        onnx, place = runner.get("onnx"), (*where, "onnx")
+        if isinstance(onnx, dict):
+            if onnx.get("best") is True and runner.get("keep_best") is None:
+                why = "`keep_best` is missing, which defines the best epoch"
+                self._wrong((*place, "best"), why, key=True)
+            broken = any(one[: len(place)] == place for one in self.tree.broken)
+            if onnx.get("every") is None and onnx.get("best") is not True and not broken:
+                why = "`every` or `best: true` is missing, so nothing would be written"
+                self._wrong(place, why, key=True)
         count = runner.get("worker_num")
         if type(count) is int and count > 1 and runner.get("class") != LOCAL_TRAIN:
             why = f"only class `{LOCAL_TRAIN}` starts processes; other classes use those started by torchrun"
             self._wrong((*where, "worker_num"), why, key=True)
-
-    def _onnx_files(self, where: Where, runner: _Keys) -> None:
-        onnx, place = runner.get("onnx"), (*where, "onnx")
-        if not isinstance(onnx, dict):
-            return
-        if onnx.get("best") is True and runner.get("keep_best") is None:
-            self._wrong((*place, "best"), "`keep_best` is missing, which defines the best epoch", key=True)
-        broken = any(one[: len(place)] == place for one in self.tree.broken)
-        if onnx.get("every") is None and onnx.get("best") is not True and not broken:
-            self._wrong(place, "`every` or `best: true` is missing, so nothing would be written", key=True)
 
     def _infer_range(self, where: Where, runner: _Keys) -> None:
         given = _given(runner, "infer_start_epoch", "infer_end_epoch")
@@ -329,12 +319,10 @@ class _References:
             if is_infer(runner):
                 self._stored_models(where, runner, training)
             elif isinstance(path, str) and path:
-                place = path if "://" in path else str(local_path(path, self.reading.workspace))
+                place = path if "://" in path else str(self._local(path))
                 if place in places:
-                    message = (
-                        f"runner `{places[place]}` already uses this path: give each runner its own path"
-                    )
-                    self._wrong((*where, "save_checkpoint_path"), message)
+                    why = f"runner `{places[place]}` already uses this path: give each runner its own path"
+                    self._wrong((*where, "save_checkpoint_path"), why)
                 places.setdefault(place, item_name(runner))
 
     def _stored_models(self, where: Where, runner: _Keys, training: Sequence[_Keys]) -> None:
@@ -344,8 +332,9 @@ class _References:
         """
         source = training
         if runner.get("init_model_path"):
-            weights = self._weights(runner)[0]
-            source = [one for one in training if self._saves_to(one, weights)]
+            weights = self._local(self._weights(runner)[0])
+            paths = [(one, one.get("save_checkpoint_path")) for one in training]
+            source = [one for one, path in paths if isinstance(path, str) and self._local(path) == weights]
         elif len(training) > 1 and not self._is_broken(*where, "init_model_path"):
             message = f"`init_model_path` missing, and {len(training)} runners train: set the run to evaluate"
             self._wrong(where, message)
@@ -358,20 +347,18 @@ class _References:
             if name not in trained and len(alike) != 1 and len(trained) > 1:
                 other = f"a phase of `{item_name(source[0])}`, which has {', '.join(trained)}"
                 remedy = "name the same model, or give `init_prefix`"
-                self._wrong(
-                    (*where, "phases"), f"the model of phase `{name}` is not that of {other}: {remedy}"
-                )
+                why = f"the model of phase `{name}` is not that of {other}: {remedy}"
+                self._wrong((*where, "phases"), why)
 
     def _weights(self, runner: _Keys) -> tuple[str, int | str | None]:
         """Return the path of `init_model_path` and the epoch after its `@`."""
-        path, workspace = runner.get("init_model_path"), self.reading.workspace
+        path = runner.get("init_model_path")
         if not isinstance(path, str):
             return "", None
-        return split_epoch(path, lambda one: os.path.exists(local_path(one, workspace)))  # noqa: PTH110
+        return split_epoch(path, lambda one: os.path.exists(self._local(one)))  # noqa: PTH110
 
-    def _saves_to(self, runner: _Keys, weights: str) -> bool:
-        path, workspace = runner.get("save_checkpoint_path"), self.reading.workspace
-        return isinstance(path, str) and local_path(path, workspace) == local_path(weights, workspace)
+    def _local(self, path: str) -> Path:
+        return local_path(path, self.reading.workspace)
 
     def _phases(self, runner: _Keys) -> list[str]:
         """Return the names of its existing phases."""

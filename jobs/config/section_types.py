@@ -113,23 +113,19 @@ def _class(default: str, word: str, value: Any, at: At) -> Any:
     if value.startswith(_ANCESTOR):
         return at.wrong(f"{short(value)} is part of the PaddleRec package: copy the file to the workspace")
     if (found := _FILE.fullmatch(value)) is not None:
-        return _class_of_file(value, found["file"], found["name"] or default, at)
+        file, source = local_path(found["file"], at.reading.workspace), at.reading.source
+        if source is not None and file.is_relative_to(at.reading.workspace):
+            file = source / file.relative_to(at.reading.workspace)
+        if not os.path.isfile(file):  # noqa: PTH113 - False for a name too long
+            remedy = f": {why}" if (why := unreplaced(value)) is not None else ""
+            return at.wrong(f"file {file} does not exist{remedy}")
+        return ClassPath(value, found["name"] or default, file=file)
     if (found := _MODULE.fullmatch(value)) is not None:
         return ClassPath(value, found["name"], module=found["module"])
     module, dot, name = value.rpartition(".")
     written = f"{module}:{name}"
     remedy = f": write {written}" if dot and _MODULE.fullmatch(written) else ""
     return at.wrong(f"expected {word}, not {described(value)}{remedy}")
-
-
-def _class_of_file(value: str, path: str, name: str, at: At) -> Any:
-    file, source = local_path(path, at.reading.workspace), at.reading.source
-    if source is not None and file.is_relative_to(at.reading.workspace):
-        file = source / file.relative_to(at.reading.workspace)
-    if not os.path.isfile(file):  # noqa: PTH113 - False for a name too long
-        remedy = unreplaced(value)
-        return at.wrong(f"file {file} does not exist{'' if remedy is None else f': {remedy}'}")
-    return ClassPath(value, name, file=file)
 
 
 _NUMBERS = re.compile(r"\s*\d{1,4}\s*(,\s*\d{1,4}\s*)*")
@@ -248,11 +244,8 @@ def _dataclass(to: Any, value: Any, at: At) -> Any:
         else:
             message = f"{to.__name__} has no field `{name}`; {hint(name, fields)}"
             at.reading.wrong(inner.where, message, nearest(name, fields), key=True)
-    required = [
-        one.name
-        for one in fields.values()
-        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-    ]
+    unset = dataclasses.MISSING
+    required = [one.name for one in fields.values() if one.default is unset is one.default_factory]
     if missing := [name for name in required if name not in made]:
         at.wrong(f"{' and '.join(f'`{name}`' for name in missing)} missing, for {to.__name__}")
     if len(at.reading.problems) > before:

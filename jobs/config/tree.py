@@ -70,7 +70,10 @@ class ConfigProblem:
 
     def lines(self) -> list[str]:
         """Format the message, the source line, and a caret below the location."""
-        text, before = _window(self.origin.text, self.origin.place.column - 1)
+        whole = self.origin.text
+        at = min(self.origin.place.column - 1, len(whole))
+        begin = max(0, min(at - _WIDTH // 2, len(whole) - _WIDTH))
+        text, before = whole[begin : begin + _WIDTH].rstrip(), at - begin
         if not text.strip():
             return [str(self)]
         number, wide = str(self.origin.place.line), unicodedata.east_asian_width
@@ -95,7 +98,12 @@ class ConfigError(UsageError):
 
     def __init__(self, problems: Sequence[ConfigProblem], outcome: str = "nothing was started") -> None:
         self._outcome = outcome
-        self.problems = tuple(sorted(problems, key=_order))
+        self.problems = tuple(
+            sorted(
+                problems,
+                key=lambda one: (one.origin.source.name == COMMAND_LINE, one.origin.place, one.message),
+            )
+        )
         super().__init__("\n".join(self.report()))
 
     def report(self) -> list[str]:
@@ -112,19 +120,8 @@ class ConfigKeyError(UsageError, KeyError):
         return str(self.args[0])
 
 
-def _order(problem: ConfigProblem) -> tuple[bool, TextPosition, str]:
-    return problem.origin.source.name == COMMAND_LINE, problem.origin.place, problem.message
-
-
 COMMAND_LINE = "command line"
 """Source of overrides; their problems are listed last."""
-
-
-def _window(text: str, at: int) -> tuple[str, int]:
-    """Cut `text` to at most _WIDTH characters around `at`; returns it with the new index of `at`."""
-    at = min(at, len(text))
-    begin = 0 if len(text) <= _WIDTH else max(0, min(at - _WIDTH // 2, len(text) - _WIDTH))
-    return text[begin : begin + _WIDTH].rstrip(), at - begin
 
 
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -175,9 +172,12 @@ def find(top: Any, path: str) -> Where | Missing:
     while rest:
         step = _step(here, rest)
         if step is None:
-            return Missing(where, rest, _known(here), not isinstance(here, (dict, list)))
-        at, used = step
-        here, where, rest = here[at], (*where, at), rest[used:]
+            known: tuple[str, ...] = tuple(here) if isinstance(here, dict) else ()
+            if isinstance(here, list):
+                known = tuple(item_name(item) or str(at) for at, item in enumerate(here))
+            return Missing(where, rest, known, not isinstance(here, (dict, list)))
+        key, used = step
+        here, where, rest = here[key], (*where, key), rest[used:]
     return where
 
 
@@ -227,14 +227,6 @@ def _step(here: Any, rest: tuple[str, ...]) -> tuple[str | int, int] | None:
             if used == 1 and _DIGITS.fullmatch(word) and int(word) < len(here):
                 return int(word), used
     return None
-
-
-def _known(here: Any) -> tuple[str, ...]:
-    if isinstance(here, dict):
-        return tuple(here)
-    if isinstance(here, list):
-        return tuple(item_name(item) or str(at) for at, item in enumerate(here))
-    return ()
 
 
 _ATTEMPTS = 4
@@ -340,7 +332,10 @@ class Tracked(Mapping[str, Any]):
         where = (*self._where, key)
         if key not in self._content:
             self._reading.misses[where] = None
-            raise ConfigKeyError(self._missing(where))
+            tree = self._reading.tree
+            near = hint(key, self._content) if self._content else "the section is empty"
+            why = f"{tree.path(where)} is not in the configuration; {near}"
+            raise ConfigKeyError(f"{tree.origin(self._where)}: {why}")
         self._reading.reads.add(where)
         return self._shown(self._content[key], where)
 
@@ -363,25 +358,16 @@ class Tracked(Mapping[str, Any]):
 
     def unread(self) -> list[Where]:
         """Yield the locations of values that have not been read."""
-        return [
-            one
-            for one in leaves(self._content, self._where)
-            if self._content and one not in self._reading.reads
-        ]
+        places = leaves(self._content, self._where) if self._content else ()
+        return [one for one in places if one not in self._reading.reads]
 
     def _shown(self, value: Any, where: Where) -> Any:
         if isinstance(value, dict):
             return Tracked(value, where, self._reading)
-        if isinstance(value, list):
-            self._reading.reads.add(where)
-            return [self._shown(one, (*where, at)) for at, one in enumerate(value)]
         self._reading.reads.add(where)
+        if isinstance(value, list):
+            return [self._shown(one, (*where, at)) for at, one in enumerate(value)]
         return value
-
-    def _missing(self, where: Where) -> str:
-        tree = self._reading.tree
-        near = hint(str(where[-1]), self._content) if self._content else "the section is empty"
-        return f"{tree.origin(self._where)}: {tree.path(where)} is not in the configuration; {near}"
 
 
 def leaves(value: Any, where: Where) -> Iterator[Where]:

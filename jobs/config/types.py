@@ -208,16 +208,11 @@ def one_of(*words: str, refused: Mapping[str, str] | None = None) -> FieldType:
     return One(word, _or_expression({"enum": list(words)}), textual=True, check=check)
 
 
-def _seconds(value: Any, _: At) -> Any:
-    found = seconds_in(value)
-    return found if found is not None and math.isfinite(found) and found > 0 else MISFIT
-
-
 SECONDS = One(
     "seconds, or a text such as `1h30m` or `01:30:00`",
     {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, A_TEXT]},
     textual=True,
-    check=_seconds,
+    check=lambda value, _: found if 0 < (found := seconds_in(value) or 0) < math.inf else MISFIT,
     written=seconds_in,
 )
 
@@ -348,8 +343,13 @@ class Section(FieldType):
         made: dict[str, Any] = {}
         for name, one in value.items():
             inner = at.inner(name)
-            if name not in self.keys:
-                self._other(name, one, inner)
+            if name in self.refused and name not in self.keys:
+                if one not in (None, "", []):
+                    at.reading.wrong(inner.where, f"not supported: {self.refused[name]}", key=True)
+            elif name not in self.keys:
+                if self.free is None:
+                    message, near = f"unknown key; {hint(name, self.keys)}", nearest(name, self.keys)
+                    at.reading.wrong(inner.where, message, near, key=True)
             elif one is not None or inner.where in broken:
                 made[name] = inner.taken(self.keys[name].form, one)
         missing = [f"`{one.name}`" for one in self.keys.values() if one.required and one.name not in made]
@@ -361,22 +361,11 @@ class Section(FieldType):
         """Return a mapping with the keys in schema order, then others, without empty ones."""
         if isinstance(value, str):
             value = {self.short: value}
-        given = {
-            name: one.form.normal(value[name])
-            for name, one in self.keys.items()
-            if value.get(name) is not None
-        }
+        names = [name for name in self.keys if value.get(name) is not None]
+        given = {name: self.keys[name].form.normal(value[name]) for name in names}
         known = {name: one for name, one in given.items() if one is not None}
         own = {**self.keys, **self.refused}
         return known | {name: one for name, one in value.items() if name not in own}
-
-    def _other(self, name: str, value: Any, at: At) -> None:
-        """Report a key that is unknown or not supported, unless it is empty."""
-        if name in self.refused and value not in (None, "", []):
-            at.reading.wrong(at.where, f"not supported: {self.refused[name]}", key=True)
-        elif name not in self.refused and self.free is None:
-            message = f"unknown key; {hint(name, self.keys)}"
-            at.reading.wrong(at.where, message, nearest(name, self.keys), key=True)
 
     def _made(self, made: Mapping[str, Any], given: Mapping[str, Any], at: At) -> Any:
         """Build the object, with defaults for missing keys."""
