@@ -94,7 +94,11 @@ def read_note(run: Path) -> ProgramRecord | None:
     known = {one.name for one in fields(ProgramRecord)}
     values = {name: value for name, value in found.items() if name in known}
     amended = values.pop("amended", [])
-    if not _is_right(values) or not isinstance(amended, list):
+    right = all(isinstance(values.get(name, ""), str) for name in _TEXTS)
+    right &= all(isinstance(values.get(name), str | None) for name in ("code_id", "config_id"))
+    right &= {"program", "origin", "code_id", "config_id", "created"} <= values.keys()
+    right &= type(values.get("created")) in (int, float) and isinstance(values.get("limits", {}), dict)
+    if not right or not isinstance(amended, list):
         raise DamagedError(f"{run / FILE} is damaged: restore it from a copy")
     amended = [one for one in amended if isinstance(one, dict) and isinstance(one.get("code_id"), str | None)]
     return ProgramRecord(**values, amended=tuple(amended))
@@ -103,14 +107,6 @@ def read_note(run: Path) -> ProgramRecord | None:
 def write_note(run: Path, note: ProgramRecord) -> None:
     """Write `program.json`; raises StorageError."""
     write_json(run / FILE, {"format": FORMAT, **asdict(note), "amended": list(note.amended)})
-
-
-def _is_right(values: Mapping[str, Any]) -> bool:
-    texts = all(isinstance(values.get(name, ""), str) for name in _TEXTS)
-    ids = all(isinstance(values.get(name), str | None) for name in ("code_id", "config_id"))
-    there = {"program", "origin", "code_id", "config_id", "created"} <= values.keys()
-    number = type(values.get("created")) in (int, float)
-    return texts and ids and there and number and isinstance(values.get("limits", {}), dict)
 
 
 FOLDER = "results"
@@ -142,12 +138,16 @@ def write_result(run: Path, epoch: int, code_id: str | None, content: Mapping[st
     """Write a test result, replacing an older one of the same epoch and code; raises StorageError."""
     own = content.get("own", True) is not False
     path = result_path(run, epoch, code_id, content.get("config_id"), own=own)
-    try:
-        path.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create {path.parent}: {error.strerror}") from error
+    _make_folder(path.parent)
     write_json(path, content)
     return path
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {folder}: {error.strerror}") from error
 
 
 def results(run: Path) -> list[dict[str, Any]]:
@@ -172,10 +172,9 @@ def newest_test(run: Path) -> dict[str, Any] | None:
 
 def _sound(result: dict[str, Any]) -> dict[str, Any]:
     """Replace invalid tables of a result by empty ones."""
-    tables = {
-        name: one if isinstance(one := result.get(name), dict) else {} for name in ("metrics", "values")
-    }
-    return {**result, "run": str(result.get("run")), **tables}
+    tables = {name: result.get(name) for name in ("metrics", "values")}
+    sound = {name: one if isinstance(one, dict) else {} for name, one in tables.items()}
+    return {**result, "run": str(result.get("run")), **sound}
 
 
 def _when(result: Mapping[str, Any]) -> tuple[int, float]:
@@ -204,21 +203,8 @@ def note_evaluated(run: Path, files: Evaluated) -> None:
         if written > known.get(path, {}).get(digest, -1)
     ]
     if lines:
-        folder = run / FOLDER
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot create {folder}: {error.strerror}") from error
-        append_lines(folder / _EVALUATED, lines)
-
-
-def carry_evaluated(before: Path, run: Path) -> None:
-    """Copy the records of `eval` to a run that starts over at the same path."""
-    notes = before / FOLDER / _EVALUATED
-    with suppress(OSError, StorageError):  # otherwise such files look like source
-        if notes.is_file():
-            (run / FOLDER).mkdir(exist_ok=True)
-            replace_file(run / FOLDER / _EVALUATED, notes.read_bytes())
+        _make_folder(run / FOLDER)
+        append_lines(run / FOLDER / _EVALUATED, lines)
 
 
 ASIDE = ".retrained"
@@ -298,7 +284,9 @@ class RunStore:
     def create(self, note: ProgramRecord, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
         """Create a run with a new id and its identity; raises StorageError."""
         for _ in range(_ATTEMPTS):
-            path = self.directory / _new_id(note.created)
+            letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(5))
+            at = time.strftime("%Y%m%d-%H%M%S", time.localtime(note.created))
+            path = self.directory / f"{at}-{letters}"
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
@@ -326,7 +314,11 @@ class RunStore:
         except OSError as error:
             raise StorageError(f"cannot move {run.path} to {aside}: {error.strerror}") from error
         begun = _begin(run.path, note, best, world_size)
-        carry_evaluated(aside, run.path)
+        notes = aside / FOLDER / _EVALUATED
+        with suppress(OSError, StorageError):  # without the records of `eval`, its files look like source
+            if notes.is_file():
+                (run.path / FOLDER).mkdir(exist_ok=True)
+                replace_file(run.path / FOLDER / _EVALUATED, notes.read_bytes())
         return begun, aside
 
 
@@ -347,11 +339,6 @@ def _begin(path: Path, note: ProgramRecord, best: tuple[str, str] | None, world_
     RunDirectory(path).create(note.program, best, world_size)
     write_note(path, note)
     return ProgramRun(path, note)
-
-
-def _new_id(now: float) -> str:
-    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(5))
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{letters}"
 
 
 VALUES = "values.jsonl"
@@ -381,7 +368,11 @@ def metric_rows(run: str | os.PathLike[str], stream: str) -> list[dict[str, Any]
     if stream == "test":
         return [_test_row(one) for one in results(path)]
     lines = RunDirectory(path).metrics()
-    rows = {line["epoch"]: _below(line.get("metrics", {}), stream) for line in lines}
+    rows: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        metrics = known.items() if isinstance(known := line.get("metrics"), dict) else ()
+        own = {name: one for name, one in metrics if name.startswith(f"{stream}/")}
+        rows[line["epoch"]] = {name.removeprefix(f"{stream}/"): one for name, one in own.items()}
     for epoch, values in _values(path, stream).items():
         if epoch in rows:
             rows[epoch] |= values
@@ -394,18 +385,8 @@ def append_values(run: Path, epoch: int, stream: str, values: Mapping[str, list[
 
 
 def _test_row(result: Mapping[str, Any]) -> dict[str, Any]:
-    code = result.get("code_id")
-    return {
-        "epoch": result.get("epoch"),
-        "code": code[:12] if isinstance(code, str) else None,
-        **(result.get("metrics") or {}),
-        **(result.get("values") or {}),
-    }
-
-
-def _below(metrics: Any, stream: str) -> dict[str, Any]:
-    found = metrics.items() if isinstance(metrics, dict) else ()
-    return {name.removeprefix(f"{stream}/"): one for name, one in found if name.startswith(f"{stream}/")}
+    code = one[:12] if isinstance(one := result.get("code_id"), str) else None
+    return {"epoch": result.get("epoch"), "code": code, **result["metrics"], **result["values"]}
 
 
 def _values(run: Path, stream: str) -> dict[int, dict[str, Any]]:

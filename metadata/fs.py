@@ -33,8 +33,13 @@ def read_note(data: bytes | str) -> Any:
         value = _DECODER.decode(data if isinstance(data, str) else data.decode())
     except RecursionError:
         raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels") from None
-    _check_depth(value)
-    return value
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(DEPTH_LIMIT):
+        containers = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [inner for one in containers for inner in one if isinstance(inner, (dict, list))]
+        if not level:
+            return value
+    raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels")
 
 
 def _float(text: str) -> float:
@@ -60,16 +65,6 @@ _DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=_
 def finite(number: float) -> float | str:
     """Convert a number for JSON; NaN and infinities become strings (`nan`, `inf`)."""
     return number if math.isfinite(number) else str(number)
-
-
-def _check_depth(value: Any) -> None:
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(DEPTH_LIMIT):
-        containers = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [inner for one in containers for inner in one if isinstance(inner, (dict, list))]
-        if not level:
-            return
-    raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels")
 
 
 MAX_JSON_BYTES = 16 << 20

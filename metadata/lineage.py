@@ -106,10 +106,14 @@ def capture(run: Path, stages: Sequence[LineageStage]) -> None:
             _write_stage(fresh / stage.alias, stage)
         sync_directory(fresh)
         if place.exists():
-            if _said(place) == _said(fresh):
+            now, before = (
+                {path.parent.name: read_json(path) for path in at.glob(f"*/{STAGE}")} for at in (fresh, place)
+            )
+            if now == before:
                 shutil.rmtree(fresh)
                 return
-            place.rename(_free(run))
+            names = (run / f"{FOLDER}.{number}" for number in count(1))
+            place.rename(next(path for path in names if not path.exists()))
         fresh.rename(place)
         sync_directory(run)
     except OSError as error:
@@ -168,14 +172,6 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
                 if not name.startswith(_UNFINISHED):
                     path = Path(folder) / name
                     yield path.relative_to(run).as_posix(), path
-
-
-def _said(place: Path) -> dict[str, Any]:
-    return {path.parent.name: read_json(path) for path in sorted(place.glob(f"*/{STAGE}"))}
-
-
-def _free(run: Path) -> Path:
-    return next(path for number in count(1) if not (path := run / f"{FOLDER}.{number}").exists())
 
 
 _CAPTURED = re.compile(r"captured\.([0-9]{1,9})\.json")

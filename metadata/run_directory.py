@@ -56,7 +56,6 @@ FORMAT = {"major": 1, "minor": 0, "features": []}
 _DIGEST = "sha256"
 _BEFORE_DIGESTS = {"format", "uuid", "job", "created", "best", "world_size", "command", "python"}
 """Known keys of a file without a digest; a damaged key `sha256` shows as an unknown key."""
-_REMEDY = "the next launch, or torchrelay ckpt repair, rewrites it"
 _TEXT = 64 << 10
 """Longest reason in `status.json`, in characters."""
 _PASSWORD = re.compile(r"(://[^/@:]*:).*@", re.DOTALL)
@@ -67,6 +66,12 @@ _SECRET = re.compile(
     "_(password|passwd|passphrase|secrets?|credentials?|apikey|(api|access|private|account)_key)_"
 )
 _TOKENS_OF_TEXT = [[name] for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk")]
+# fmt: off
+_OWN_NAMES = frozenset((
+    "run.json", "status.json", "live.json", "trackers", "metadata.jsonl", "checkpoints", "logs", "config",
+    "code", "exports", "lineage", "program.json", "results", "values.jsonl", "crash", "replay", "STOP",
+))
+# fmt: on
 _GENERATION_FILE = re.compile(r"(metrics|steps|events)\.([0-9]+)\.jsonl")
 
 
@@ -105,13 +110,26 @@ class RunDirectory:
                 f"the run directory {self.path} is the root of the file system: choose a path below it"
             )
         for path in (self.path, *self.path.parents):
-            if (found := _directory_at(path, self.path)) is not None:
-                if not found:
-                    which = "is" if path == self.path else f"cannot be created: {path} is"
-                    raise UsageError(
-                        f"the run directory {self.path} {which} a file: choose another path or remove it"
-                    )
-                return
+            try:
+                is_file = not stat.S_ISDIR(path.stat().st_mode)
+            except NotADirectoryError:  # a parent is a file
+                continue
+            except FileNotFoundError:
+                if not path.is_symlink():
+                    continue
+                raise UsageError(
+                    f"the run directory {self.path} cannot be created: {path} is a dangling link; remove it"
+                ) from None
+            except OSError as error:
+                kind = UsageError if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else StorageError
+                why = f"invalid run directory {self.path}: {error.strerror}; choose another path"
+                raise kind(why) from error
+            if is_file:
+                which = "is" if path == self.path else f"cannot be created: {path} is"
+                raise UsageError(
+                    f"the run directory {self.path} {which} a file: choose another path or remove it"
+                )
+            return
 
     def create(
         self,
@@ -133,7 +151,11 @@ class RunDirectory:
             damage = str(error)
         if found is not None:
             self._check_same_job(found, job_name)
-            return self._with_best(found, best)
+            now = list(best) if best else None  # of the current program, not part of the identity
+            if found.get("best") != now:
+                found = {**found, "best": now}
+                self.write_identity(found)
+            return found
         identity = {
             "format": FORMAT,
             "uuid": known or uuid.uuid4().hex,
@@ -162,43 +184,13 @@ class RunDirectory:
         """Write `run.json` with a digest of its content."""
         write_json(self.path / "run.json", {**identity, _DIGEST: _digest_of(identity)})
 
-    def _with_best(self, identity: dict[str, Any], best: tuple[str, str] | None) -> dict[str, Any]:
-        """Update `best`, which is defined by the current program and not part of the identity."""
-        now = list(best) if best else None
-        if identity.get("best") != now:
-            identity = {**identity, "best": now}
-            self.write_identity(identity)
-        return identity
-
     def strangers(self) -> list[str]:
         """Return foreign names in the directory of a new run; empty for an existing run."""
         if not self.path.is_dir() or (self.path / "run.json").exists():
             return []
-        own = (
-            "run.json",
-            "status.json",
-            "live.json",
-            "trackers",
-            "metadata.jsonl",
-            "checkpoints",
-            "logs",
-            "config",
-            "code",
-            "exports",
-            "lineage",
-            "program.json",
-            "results",
-            "values.jsonl",
-            "crash",
-            "replay",
-            "STOP",
-        )
+        begins = (".probe-", ".tmp-", ".torchrelay-", "captured.")
         names = sorted(path.name for path in self.path.iterdir())
-        return [
-            name
-            for name in names
-            if name not in own and not name.startswith((".probe-", ".tmp-", ".torchrelay-", "captured."))
-        ]
+        return [name for name in names if name not in _OWN_NAMES and not name.startswith(begins)]
 
     def identity(self) -> dict[str, Any] | None:
         """Read `run.json`; None if it does not exist."""
@@ -221,11 +213,7 @@ class RunDirectory:
 
     def known_identity(self, warn: Callable[[str], object] = str) -> dict[str, Any]:
         """Read `run.json` for display: empty if it is missing, or damaged (calls `warn`)."""
-        try:
-            return self.identity() or {}
-        except DamagedError as error:
-            warn(f"{error}; {_REMEDY}")
-            return {}
+        return _known(self.identity, warn)
 
     def check_job(self, job_name: str | None) -> None:
         """Raise UsageError if the directory holds a run of another job; None means the directory's name."""
@@ -246,11 +234,7 @@ class RunDirectory:
 
     def known_status(self, warn: Callable[[str], object] = str) -> dict[str, Any]:
         """Read `status.json` for display: also empty if it is damaged (calls `warn`)."""
-        try:
-            return self.status()
-        except DamagedError as error:
-            warn(f"{error}; {_REMEDY}")
-            return {}
+        return _known(self.status, warn)
 
     def write_status(self, state: State, *, durable: bool = True, **details: Any) -> None:
         """Write `status.json`; see `write_json` for `durable`."""
@@ -364,18 +348,9 @@ def command_words() -> list[str]:
     return found
 
 
-def _directory_at(path: Path, run: Path) -> bool | None:
-    """Return True for a directory, False for anything else, and None if nothing exists."""
+def _known(read: Callable[[], dict[str, Any] | None], warn: Callable[[str], object]) -> dict[str, Any]:
     try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except FileNotFoundError:
-        if path.is_symlink():
-            raise UsageError(
-                f"the run directory {run} cannot be created: {path} is a dangling link; remove it"
-            ) from None
-        return None
-    except NotADirectoryError:  # a parent is a file, which is reported later
-        return None
-    except OSError as error:
-        kind = UsageError if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else StorageError
-        raise kind(f"invalid run directory {run}: {error.strerror}; choose another path") from error
+        return read() or {}
+    except DamagedError as error:
+        warn(f"{error}; the next launch, or torchrelay ckpt repair, rewrites it")
+        return {}

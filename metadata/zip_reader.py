@@ -16,9 +16,11 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.metadata.fs import open_regular
 from torchrelay.records import dataclass
 
 LIMIT_MEMBERS = 100_000
@@ -82,7 +84,7 @@ def open_zip(path: str | os.PathLike[str], what: str = "") -> Iterator[ZipMember
     """Open and check an archive, which must be a regular file; errors call it `what`, or by its path."""
     what = what or str(path)
     try:
-        file = _regular(path)
+        file = open_regular(Path(path))
     except (OSError, ValueError) as error:
         raise _unreadable(what, error) from None
     with file:
@@ -103,15 +105,6 @@ def open_zip(path: str | os.PathLike[str], what: str = "") -> Iterator[ZipMember
 
 def _unreadable(what: str, error: Exception) -> StorageError:
     return StorageError(f"{what}: cannot be read ({getattr(error, 'strerror', None) or error})")
-
-
-def _regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file without blocking on pipes."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    raise ValueError("not a regular file")
 
 
 def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> dict[str, ZipEntry]:
