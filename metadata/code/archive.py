@@ -213,7 +213,11 @@ def unpack_source(archive: Archive, directory: Path, *, force: bool = False) -> 
     DamagedError before writing anything.
     """
     contents = archive.read_all()
-    if not force and (directory.is_symlink() or directory.exists()) and not _is_empty(directory):
+    try:
+        used = (directory.is_symlink() or directory.exists()) and bool(force or os.listdir(directory))
+    except OSError as error:
+        raise UsageError(f"{directory} is not a usable directory: {error.strerror}") from None
+    if used and not force:
         raise UsageError(f"{directory} is not empty: give a new directory, or --force to overwrite files")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -231,13 +235,6 @@ def unpack_source(archive: Archive, directory: Path, *, force: bool = False) -> 
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"cannot write {error.filename or directory}: {error.strerror}") from error
-
-
-def _is_empty(directory: Path) -> bool:
-    try:
-        return not os.listdir(directory)
-    except OSError as error:
-        raise UsageError(f"{directory} is not a usable directory: {error.strerror}") from None
 
 
 def _place(directory: Path, name: str) -> Path:
@@ -305,39 +302,24 @@ def file_diffs(
 ) -> Iterator[FileDiff]:
     """Yield unified diffs of the differing files, in name order."""
     for name in sorted((*found.added, *found.changed, *found.removed)):
-        before = b"" if name in found.added else old(name)
-        after = b"" if name in found.removed else new(name)
-        sides = (
-            ("/dev/null" if name in found.added else f"a/{name}"),
-            ("/dev/null" if name in found.removed else f"b/{name}"),
-        )
-        yield FileDiff(name, _lines(before, after, *sides))
-
-
-def _lines(before: bytes, after: bytes, from_name: str, to_name: str) -> tuple[str, ...] | None:
-    texts = [_text(before), _text(after)]
-    if texts[0] is None or texts[1] is None:
-        return None
-    lines = difflib.unified_diff(texts[0], texts[1], from_name, to_name, lineterm="")
-    shown: list[str] = []
-    for line in lines:
-        shown.append(line.removesuffix("\n"))
-        if not line.endswith("\n") and line[:1] in "+- " and not line.startswith(("+++ ", "--- ")):
-            shown.append("\\ No newline at end of file")
-    return tuple(shown)
+        before, from_name = ([], "/dev/null") if name in found.added else (_text(old(name)), f"a/{name}")
+        after, to_name = ([], "/dev/null") if name in found.removed else (_text(new(name)), f"b/{name}")
+        if before is None or after is None:
+            yield FileDiff(name, None)
+            continue
+        shown: list[str] = []
+        for line in difflib.unified_diff(before, after, from_name, to_name, lineterm=""):
+            shown.append(line.removesuffix("\n"))
+            if not line.endswith("\n") and line[:1] in "+- " and not line.startswith(("+++ ", "--- ")):
+                shown.append("\\ No newline at end of file")
+        yield FileDiff(name, tuple(shown))
 
 
 def _text(data: bytes) -> list[str] | None:
     if len(data) > _LARGEST_TEXT or b"\0" in data:
         return None
     try:
-        return _split(data.decode())
+        *lines, last = data.decode().split("\n")  # not at other ends of lines
     except UnicodeDecodeError:
         return None
-
-
-def _split(text: str) -> list[str]:
-    """Split at newlines only, keeping them, unlike `str.splitlines`."""
-    lines = text.split("\n")
-    ended = [f"{line}\n" for line in lines[:-1]]
-    return [*ended, lines[-1]] if lines[-1] else ended
+    return [*(f"{line}\n" for line in lines), *([last] if last else [])]

@@ -62,33 +62,25 @@ class Repository:
     def ask(self, *words: str, data: bytes = b"", env: Mapping[str, str] | None = None) -> bytes | None:
         """Run git and return its output; None if it fails or prints more than LIMIT_BYTES."""
         own = {**self.settings, **(env or {})}
-        told = _git(self.directory, *words, data=data, index=self.index, env=own)
-        return told if told is not None and len(told) < LIMIT_BYTES else None
-
-    def ask_beginning(self, *words: str, limit: int) -> bytes | None:
-        """Run git and return at most `limit` bytes of its output."""
-        return _git(self.directory, *words, limit=limit, index=self.index, env=self.settings)
+        output = _git(self.directory, *words, data=data, index=self.index, env=own)
+        return output if output is not None and len(output) < LIMIT_BYTES else None
 
 
 @contextmanager
 def repository(directory: Path) -> Iterator[Repository | None]:
     """Find the repository of a directory; None if there is none, or no git."""
-    told = _git(directory, "rev-parse", "--is-inside-work-tree", "--absolute-git-dir")
-    lines = told.split(b"\n") if told else []
-    if len(lines) < 2 or lines[0] != b"true":
-        yield None
-        return
-    git_dir, settings = Path(os.fsdecode(lines[1])), _without_filters(directory)
+    output = _git(directory, "rev-parse", "--is-inside-work-tree", "--absolute-git-dir")
+    inside, _, rest = (output or b"").partition(b"\n")
+    settings = _without_filters(directory) if inside == b"true" else None
     if settings is None:
         yield None
         return
+    git_dir = Path(os.fsdecode(rest.partition(b"\n")[0]))
     with tempfile.TemporaryDirectory(prefix="torchrelay-git-") as scratch:
         index = Path(scratch) / "index"
         try:
             shutil.copyfile(git_dir / "index", index)
-            shutil.copystat(
-                git_dir / "index", index
-            )  # git compares the times of files with that of the index
+            shutil.copystat(git_dir / "index", index)  # git compares the times of files with this one
         except FileNotFoundError:  # no file was ever added
             pass
         except OSError:
@@ -99,10 +91,10 @@ def repository(directory: Path) -> Iterator[Repository | None]:
 
 def _without_filters(directory: Path) -> dict[str, str] | None:
     """Return an environment without filter programs (`-c` splits names at `=`); None if git fails."""
-    told = _git(directory, "config", "--null", "--list", "--name-only")
-    if told is None or len(told) >= LIMIT_BYTES:
+    output = _git(directory, "config", "--null", "--list", "--name-only")
+    if output is None or len(output) >= LIMIT_BYTES:
         return None
-    names = [one for one in os.fsdecode(told).split("\0") if re.match(_FILTERS, one, re.DOTALL)]
+    names = [one for one in os.fsdecode(output).split("\0") if re.match(_FILTERS, one, re.DOTALL)]
     kept = os.environ.get("GIT_CONFIG_COUNT", "0")
     first = int(kept) if kept.isascii() and kept.isdigit() else 0
     found = {"GIT_CONFIG_COUNT": str(first + len(names))}
@@ -137,26 +129,25 @@ def _git(
             )  # fmt: skip
     except OSError:
         return None
-    late = threading.Timer(PATIENCE_SECS, _end, (process,))
+
+    def end() -> None:  # only before it is waited for, so that the pid is still valid
+        if process.returncode is None:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    late = threading.Timer(PATIENCE_SECS, end)
     late.daemon = True
     late.start()
     try:
         with process:
-            told = process.stdout.read(limit) if process.stdout else b""
-            cut = len(told) == limit
+            output = process.stdout.read(limit) if process.stdout else b""
+            cut = len(output) == limit
             if cut:
-                _end(process)
+                end()
             code = process.wait()
     finally:
         late.cancel()
-    return told if code == 0 or cut else None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its group; only before it is waited for, so that the pid is still valid."""
-    if process.returncode is None:
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+    return output if code == 0 or cut else None
 
 
 _SUBMODULE = "160000"
@@ -195,25 +186,20 @@ def listed(repo: Repository, depth: int = 0) -> Listing | None:
         else:
             found.untracked.add(name)
     for name in nested:
-        _add_nested(found, repo, name, depth)
+        directory = repo.directory / name
+        if depth >= _DEEPEST or directory.is_symlink() or not (directory / ".git").exists():
+            continue  # not checked out
+        with repository(directory) as inner:
+            below = listed(inner, depth + 1) if inner is not None else None
+        if below is not None:
+            found.tracked |= {f"{name}/{one}" for one in below.tracked}
+            found.untracked |= {f"{name}/{one}" for one in below.untracked}
+            found.submodules |= {f"{name}/{one}": commit for one, commit in below.submodules.items()}
     return found
 
 
-def _add_nested(found: Listing, repo: Repository, name: str, depth: int) -> None:
-    directory = repo.directory / name
-    if depth >= _DEEPEST or directory.is_symlink() or not (directory / ".git").exists():
-        return  # not checked out
-    with repository(directory) as inner:
-        below = listed(inner, depth + 1) if inner is not None else None
-    if below is None:
-        return
-    found.tracked |= {f"{name}/{one}" for one in below.tracked}
-    found.untracked |= {f"{name}/{one}" for one in below.untracked}
-    found.submodules |= {f"{name}/{one}": commit for one, commit in below.submodules.items()}
-
-
-def _lines(told: bytes) -> list[str]:
-    return [os.fsdecode(line) for line in told.split(b"\0") if line]
+def _lines(output: bytes) -> list[str]:
+    return [os.fsdecode(line) for line in output.split(b"\0") if line]
 
 
 _WHO = {
@@ -231,27 +217,21 @@ def commit_hidden(repo: Repository, code_id: str, names: Iterable[str], label: s
         return ref
     listed = b"".join(os.fsencode(name) + b"\0" for name in names)
     head = _text(repo.ask("rev-parse", "--verify", "--quiet", "HEAD"))
-    if repo.ask("read-tree", "--empty") is None:
-        raise _failed(repo)
-    if repo.ask("update-index", "--add", "-z", "--stdin", data=listed) is None:
-        raise _failed(repo)
-    tree = _text(repo.ask("write-tree"))
-    parent = ["-p", head] if head else []
-    message = f"torchrelay: source {code_id}"
-    commit = _text(repo.ask("commit-tree", *parent, "-m", message, tree, env=_WHO)) if tree else ""
+    tree = commit = ""
+    add = ("update-index", "--add", "-z", "--stdin")
+    if repo.ask("read-tree", "--empty") is not None and repo.ask(*add, data=listed) is not None:
+        tree = _text(repo.ask("write-tree"))
+    if tree:
+        words = [*(["-p", head] if head else []), "-m", f"torchrelay: source {code_id}"]
+        commit = _text(repo.ask("commit-tree", *words, tree, env=_WHO))
     if not commit or repo.ask("update-ref", ref, commit) is None:
-        raise _failed(repo)
+        why = f"git could not commit the source of {repo.directory} as a hidden ref"
+        raise StorageError(f"{why}: make {repo.git_dir} writable")
     return ref
 
 
 def _text(answer: bytes | None) -> str:
     return (answer or b"").decode().strip()
-
-
-def _failed(repo: Repository) -> StorageError:
-    return StorageError(
-        f"git could not commit the source of {repo.directory} as a hidden ref: make {repo.git_dir} writable"
-    )
 
 
 DIFF_BYTES = 1 << 20
@@ -280,17 +260,12 @@ class Provenance:
 
     def json(self) -> dict[str, Any]:
         """Return the JSON form without the diff."""
-        return {
-            "commit": self.commit,
-            "branch": self.branch,
-            "remote": self.remote,
-            "dirty": self.dirty,
-            "diff_cut_off": self.diff is not None and len(self.diff) >= DIFF_BYTES,
-        }
+        known = {name: getattr(self, name) for name in ("commit", "branch", "remote", "dirty")}
+        return {**known, "diff_cut_off": self.diff is not None and len(self.diff) >= DIFF_BYTES}
 
 
 def provenance_of(repo: Repository) -> Provenance:
-    """Query git; unknown values are None."""
+    """Query git; unknown values are None. The URL is that of origin, else of the first remote."""
     status = repo.ask(*_STATUS)
     lines = [os.fsdecode(line) for line in status.split(b"\0")] if status is not None else []
     heads: dict[str, str] = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
@@ -298,8 +273,16 @@ def provenance_of(repo: Repository) -> Provenance:
     commit = None if oid == "(initial)" else oid
     branch = heads.get("branch.head")
     dirty = _is_dirty(repo, status, 0)
-    diff = repo.ask_beginning(*_DIFF, limit=DIFF_BYTES) if commit is not None and dirty else None
-    return Provenance(commit, None if branch == "(detached)" else branch, _remote(repo), dirty, diff)
+    diff = None
+    if commit is not None and dirty:
+        diff = _git(repo.directory, *_DIFF, limit=DIFF_BYTES, index=repo.index, env=repo.settings)
+    urls: dict[str, str] = {}
+    for entry in _lines(repo.ask("config", "-z", "--get-regexp", r"^remote\..*\.url$") or b""):
+        name, _, url = entry.partition("\n")
+        if url:
+            urls.setdefault(name, without_credentials(url))
+    remote = urls.get("remote.origin.url") or next(iter(urls.values()), None)
+    return Provenance(commit, None if branch == "(detached)" else branch, remote, dirty, diff)
 
 
 def _is_dirty(repo: Repository, status: bytes | None, depth: int) -> bool | None:
@@ -317,18 +300,6 @@ def _is_dirty(repo: Repository, status: bytes | None, depth: int) -> bool | None
             if inner is not None and _is_dirty(inner, inner.ask(*_STATUS), depth + 1):
                 return True
     return False
-
-
-def _remote(repo: Repository) -> str | None:
-    """Return the URL of origin, else of the first remote."""
-    told = repo.ask("config", "-z", "--get-regexp", r"^remote\..*\.url$")
-    urls: dict[str, str] = {}
-    for entry in os.fsdecode(told or b"").split("\0"):
-        name, _, url = entry.partition("\n")
-        if url:
-            urls.setdefault(name, url)
-    chosen = urls.get("remote.origin.url") or next(iter(urls.values()), None)
-    return None if chosen is None else without_credentials(chosen)
 
 
 def without_credentials(url: str) -> str:

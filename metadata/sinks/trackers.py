@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 RUN_TAG, ATTEMPT_TAG = "torchrelay.run", "attempt"
 _BATCH = 1000
 """Most metrics per call of MLflow."""
+_NOT_IN_NAMES = re.compile(r"[^\w./: -]", re.ASCII)
+"""Characters that MLflow does not allow in names."""
 
 
 class MlflowSink:
@@ -52,43 +53,30 @@ class MlflowSink:
 
         self._client = client = MlflowClient(tracking_uri=self.uri)
         self._tags = {RUN_TAG: run.uuid, ATTEMPT_TAG: str(attempt), "mlflow.runName": run.name}
-        experiment = self._experiment_id(client, self.experiment or run.job)
+        name = self.experiment or run.job
+        known = client.get_experiment_by_name(name)
+        experiment = str(known.experiment_id if known is not None else client.create_experiment(name))
         found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.uuid}'")
         found.sort(key=_began, reverse=True)  # two after a crash between creating one and deleting the other
         for older in found[1:]:
             client.delete_run(older.info.run_id)
         if found:
-            self._go_on(client, found[0].info.run_id)
+            self._run_id = found[0].info.run_id
+            client.set_tag(self._run_id, ATTEMPT_TAG, self._tags[ATTEMPT_TAG])
+            client.update_run(self._run_id, status="RUNNING")
         else:
             self._run_id = client.create_run(experiment, tags=self._tags).info.run_id
-
-    @staticmethod
-    def _experiment_id(client: MlflowClient, name: str) -> str:
-        known = client.get_experiment_by_name(name)
-        return str(known.experiment_id if known is not None else client.create_experiment(name))
-
-    def _go_on(self, client: MlflowClient, run_id: str) -> None:
-        self._run_id = run_id
-        client.set_tag(run_id, ATTEMPT_TAG, self._tags[ATTEMPT_TAG])
-        client.update_run(run_id, status="RUNNING")
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
         """Log all metrics of an epoch with one call."""
         now, at = int(time.time() * 1000), axis(epoch, step)
-        values = {**metrics, "epoch": float(epoch)}
-        self._log(self._run_id, [(_known_name(name), value, now, at) for name, value in values.items()])
+        self._log((name, value, now, at) for name, value in {**metrics, "epoch": float(epoch)}.items())
 
     def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
         """Log points within an epoch as separate curves, `train/loss_step`."""
         now = int(time.time() * 1000)
-        self._log(
-            self._run_id,
-            [
-                (_known_name(f"{name}{OF_STEPS}"), value, now, step)
-                for _, step, values in rows
-                for name, value in values.items()
-            ],
-        )
+        points = ((name, value, step) for _, step, values in rows for name, value in values.items())
+        self._log((f"{name}{OF_STEPS}", value, now, step) for name, value, step in points)
 
     def rewind(self, epoch: int, step: int) -> None:
         """If there are later points, continue in a copy of the run without them."""
@@ -104,8 +92,7 @@ class MlflowSink:
         ).info.run_id
         for name, value in old.data.params.items():
             client.log_param(self._run_id, name, value)
-        kept = [(one.key, one.value, one.timestamp, one.step) for one in points if one.step <= last]
-        self._log(self._run_id, kept)
+        self._log((one.key, one.value, one.timestamp, one.step) for one in points if one.step <= last)
         client.delete_run(old.info.run_id)
 
     def close(self) -> None:
@@ -113,11 +100,12 @@ class MlflowSink:
         if self._client is not None and self._run_id:
             self._client.set_terminated(self._run_id)
 
-    def _log(self, run_id: str, points: Iterable[tuple[str, float, int, int]]) -> None:
+    def _log(self, points: Iterable[tuple[str, float, int, int]]) -> None:
         from mlflow.entities import Metric
 
-        for batch in _batches(Metric(*point) for point in points):
-            self._open.log_batch(run_id, metrics=batch)
+        metrics = [Metric(re.sub(_NOT_IN_NAMES, "_", name), *rest) for name, *rest in points]
+        for begin in range(0, len(metrics), _BATCH):
+            self._open.log_batch(self._run_id, metrics=metrics[begin : begin + _BATCH])
 
     @property
     def _open(self) -> MlflowClient:
@@ -130,16 +118,6 @@ def _began(run: Run) -> tuple[int, str]:
     """Sort key by creation: a copy has the start time of its original, but a later attempt."""
     attempt = run.data.tags.get(ATTEMPT_TAG, "")
     return int(attempt) if attempt.isdecimal() else -1, run.info.run_id
-
-
-def _known_name(name: str) -> str:
-    """Replace characters that MLflow does not allow in names."""
-    return re.sub(r"[^\w./: -]", "_", name, flags=re.ASCII)
-
-
-def _batches(points: Iterator[Any]) -> Iterator[list[Any]]:
-    while batch := list(islice(points, _BATCH)):
-        yield batch
 
 
 FOLDER = "tensorboard"
@@ -247,7 +225,12 @@ class WandbSink:
         import wandb
 
         self.close()
-        self._put_aside()
+        aside = self._root / ASIDE
+        for old in sorted(self._root.glob("wandb/offline-run-*")):
+            if not any(old.glob("*.wandb.synced")):  # `wandb sync` must not find it
+                aside.mkdir(exist_ok=True)
+                with suppress(OSError):
+                    old.rename(aside / old.name)
         settings = wandb.Settings(mode="offline", silent=True, console="off")
         self._run = wandb.init(dir=str(self._root), settings=settings, reinit="create_new", **self._begin)
         points = [(row["step"], 0, _of_steps(_numbers(row))) for row in self._history.step_rows()]
@@ -257,15 +240,6 @@ class WandbSink:
         for step, _, values in sorted(points, key=lambda one: one[:2]):
             self._run.log(values, step=step)
         return self._run
-
-    def _put_aside(self) -> None:
-        """Move replaced, unsynced runs to where `wandb sync` does not find them."""
-        aside = self._root / ASIDE
-        for old in sorted(self._root.glob("wandb/offline-run-*")):
-            if not any(old.glob("*.wandb.synced")):
-                aside.mkdir(exist_ok=True)
-                with suppress(OSError):
-                    old.rename(aside / old.name)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
