@@ -99,7 +99,18 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 
 
 class Scope(str, Enum):
-    """Owner of the content of a blob."""
+    """Owner of the content of a blob.
+
+    Attributes:
+        REPLICATED: All nodes together; it is saved once.
+        SHARDED: All nodes together, each with a part.
+        RANK: Each rank.
+        HOST: Each host.
+        TRANSIENT: No node; it is not saved.
+
+    Example:
+        job.blobs(counts=counts, scope=Scope.RANK)
+    """
 
     REPLICATED = "replicated"
     SHARDED = "sharded"

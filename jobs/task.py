@@ -30,6 +30,13 @@ class TaskOutput:
     """Output of a task at the end of a run: a name of its workspace, or the result of its last step.
 
     Only a later run replaces the value, not a change of the workspace.
+
+    Args:
+        name: The name in the workspace; None means the result.
+        task: The task.
+
+    Example:
+        loss = Task(step=train, outputs=["loss"]).outputs[0].fetch()
     """
 
     def __init__(self, name: str | None, task: Task) -> None:
@@ -122,17 +129,36 @@ class TaskOutputs(list[TaskOutput]):
 class Task(Managed):
     """One or more steps that run in sequence on a node, or on every node.
 
-    It joins `group`, else the current TaskGroup, if any, and runs on `node`, else on the current
-    Node, else on every node that `on` selects; with `every=n` only every n-th epoch. With
-    `num_instances=k` the steps run in k threads, each in a child of the task's workspace:
+    With `num_instances=k` the steps run in k threads, each in a child of the task's workspace:
 
         task_init, once            instance_init, once per instance, after all of task_init
         the steps                  in every instance
         instance_exit, per instance             task_exit, once, after all instances
 
-    Hooks take the same argument as steps. `concurrent` runs the task in a thread beside others of its node;
-    such a task gets no process group. `on_failure` lets a task of the exit group also run after a failure. A
-    task cannot change after its first run. Raises UsageError for invalid arguments.
+    A task cannot change after its first run.
+
+    Args:
+        step: A function, or several; each takes nothing, `ws` or `ctx`.
+        outputs: Names of the workspace whose values are kept at the end of a run.
+        name: The name in messages; by default that of the first step.
+        node: The node; by default the current one, else every node that `on` selects.
+        group: The group to join; by default the current one, if any.
+        on: The nodes that run it: "all", "rank0", ranks, "host:1", "role:x" or a callable.
+        every: Run it only in every n-th epoch.
+        num_instances: Number of threads.
+        task_init: Steps before all instances; the hooks take what steps take.
+        task_exit: Steps after all instances.
+        instance_init: Steps of each instance before its own.
+        instance_exit: Steps of each instance after its own.
+        concurrent: Run it in a thread beside others of its node; it gets no process group.
+        workspace_type: "global" or "private"; all tasks of a group must agree.
+        on_failure: Run it in the exit group also after a failure.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        Task(step=load_data, outputs=["rows"], node="reader_0", num_instances=4)
     """
 
     def __init__(
@@ -226,7 +252,15 @@ def _positive(what: str, value: int) -> int:
 class Counter:
     """A thread-safe integer that counts down to 0; saved and loaded like any stateful blob.
 
-    Raises UsageError unless `start` is an integer >= 0.
+    Args:
+        start: The first value, at least 0.
+        name: Its name in messages.
+
+    Raises:
+        UsageError: `start` is invalid.
+
+    Example:
+        Job("hello", blobs=dict(left=Counter(100)))
     """
 
     def __init__(self, start: int = 0, name: str | None = None) -> None:

@@ -24,7 +24,15 @@ from torchrelay.records import dataclass
 
 
 class WorkspaceType(str, Enum):
-    """Type of workspace in which tasks of a group create names."""
+    """Type of workspace in which tasks of a group create names.
+
+    Attributes:
+        GLOBAL: It lives as long as the session.
+        PRIVATE: It ends with the run.
+
+    Example:
+        TaskGroup(WorkspaceType.GLOBAL)
+    """
 
     GLOBAL = "global"
     PRIVATE = "private"
@@ -74,6 +82,13 @@ class Workspace(MutableMapping[str, Any]):
     - A registered module or other object with state cannot be replaced; registered plain values can.
     - Items of containers also have dotted names (`ws["ema.weight"]`), unless that name exists itself.
     - Two workspaces are equal only if they are identical.
+
+    Args:
+        node: The name of its node.
+        parent: The workspace whose names are shared; None means a GLOBAL one.
+
+    Example:
+        Workspace("trainer_0")["step"] = 0
     """
 
     __hash__ = object.__hash__
@@ -183,7 +198,16 @@ class Workspace(MutableMapping[str, Any]):
             return dict(self._entries)
 
     def register(self, blob: Blob, value: Any, check: Callable[[], None] | None = None) -> None:
-        """Set `value` as the content of a registered blob, replacing any earlier value."""
+        """Set `value` as the content of a registered blob, replacing any earlier value.
+
+        Args:
+            blob: Its declaration.
+            value: The content.
+            check: Raises UsageError if the program replaced the object since.
+
+        Example:
+            ws.register(job.blobs["model"], model)
+        """
         check_blob_name(blob.name)
         container = value if is_container(value) else None
         note_records(container)  # call the factory now
@@ -206,9 +230,15 @@ class Workspace(MutableMapping[str, Any]):
     def set_loaded(self, name: str, value: Any) -> None:
         """Set a value loaded from a checkpoint.
 
-        Registered names follow the rules of assignment; names created by `init` keep their origin,
-        others become LOADED. A PRIVATE workspace forwards the value to its GLOBAL one. A value owned by
-        another node has its address as the name, `trainer_1:total`, and is not saved by this node.
+        Registered names follow the rules of assignment; names created by `init` keep their origin, others
+        become LOADED. A PRIVATE workspace forwards the value to its GLOBAL one.
+
+        Args:
+            name: A name. A value of another node has its address, `trainer_1:total`; this one does not save it.
+            value: The value.
+
+        Example:
+            ws.set_loaded("step", 100)
         """
         if self.parent is not None:
             self.parent.set_loaded(name, value)
