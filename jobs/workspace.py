@@ -234,7 +234,7 @@ class Workspace(MutableMapping[str, Any]):
         become LOADED. A PRIVATE workspace forwards the value to its GLOBAL one.
 
         Args:
-            name: A name. A value of another node has its address, `trainer_1:total`; this one does not save it.
+            name: A name, or for a value of another node its address, `trainer_1:total`, which is not saved.
             value: The value.
 
         Example:

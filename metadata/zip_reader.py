@@ -31,21 +31,11 @@ _ENCRYPTED = 0x1
 
 
 @dataclass(frozen=True)
-class ZipEntry:
-    """Location of the bytes of a member."""
-
-    name: str
-    offset: int
-    nbytes: int
-    crc: int
-
-
-@dataclass(frozen=True)
 class ZipMembers:
-    """The checked members of an open archive, by name in file order."""
+    """The checked members of an open archive, by name in file order, as ranges of bytes of the file."""
 
     what: str
-    members: Mapping[str, ZipEntry]
+    members: Mapping[str, range]
     _file: BinaryIO
     _zip: zipfile.ZipFile
 
@@ -54,8 +44,8 @@ class ZipMembers:
         member = self.members.get(name)
         if member is None:
             raise DamagedError(f"{self.what}: has no member {name!r}")
-        if member.nbytes > limit_bytes:
-            raise DamagedError(f"{self.what}: {name!r} has {member.nbytes} bytes, more than {limit_bytes}")
+        if len(member) > limit_bytes:
+            raise DamagedError(f"{self.what}: {name!r} has {len(member)} bytes, more than {limit_bytes}")
         try:
             return self._zip.read(name)
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
@@ -66,9 +56,9 @@ class ZipMembers:
     def read_into(self, name: str, at: int, destination: memoryview) -> None:
         """Fill `destination` from byte `at` of a member, without checking the CRC: it has its own digests."""
         member = self.members[name]
-        if at + len(destination) > member.nbytes:
+        if at + len(destination) > len(member):
             raise DamagedError(f"{self.what}: {name!r} ends before byte {at + len(destination)}")
-        at += member.offset
+        at += member.start
         while len(destination):
             try:
                 count = os.preadv(self._file.fileno(), [destination], at)
@@ -107,11 +97,11 @@ def _unreadable(what: str, error: Exception) -> StorageError:
     return StorageError(f"{what}: cannot be read ({getattr(error, 'strerror', None) or error})")
 
 
-def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> dict[str, ZipEntry]:
+def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> dict[str, range]:
     infos = archive.infolist()
     if len(infos) > LIMIT_MEMBERS:
         raise DamagedError(f"{what}: {len(infos)} members, more than {LIMIT_MEMBERS}")
-    members: dict[str, ZipEntry] = {}
+    members: dict[str, range] = {}
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if wrong := _wrong(info) or ("stands twice" if info.filename in members else ""):
@@ -126,7 +116,7 @@ def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> 
             raise DamagedError(
                 f"{what}: member {info.filename!r} extends beyond the members' part of the file"
             )
-        members[info.filename] = ZipEntry(info.filename, start, info.file_size, info.CRC)
+        members[info.filename] = range(start, end)
     if end != archive.start_dir:
         raise DamagedError(f"{what}: there are extra bytes between the members and their directory")
     return members

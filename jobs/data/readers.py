@@ -61,7 +61,18 @@ class DatasetReader:
         self.name = name or (data if isinstance(data, str) else "reader")
         self.cursor = check_blob_name(f"{self.name}_cursor")
         self._lock = threading.Lock()
-        self._declare_cursor()
+        from torchrelay.jobs.job import Job
+        from torchrelay.jobs.task import Task
+
+        if (job := Job.current(required=False)) is None:
+            return
+        node, begin = Node.current(required=False), f"begin_{self.cursor}"
+        where = node.name if node else None
+        if any((task.name, task.node) == (begin, where) for task in job.init_group.tasks()):
+            raise UsageError(
+                f"two readers are called {self.name!r} on {where or 'every node'}: give one another name="
+            )
+        Task(self._rewind, name=begin, group=job.init_group)
 
     def __repr__(self) -> str:
         return f"DatasetReader({self.name!r})"
@@ -87,21 +98,6 @@ class DatasetReader:
         """Create the position 0 in `ws` if there is none; usable as a task's `task_init`."""
         with self._lock:
             ws.setdefault(self.cursor, 0)
-
-    def _declare_cursor(self) -> None:
-        from torchrelay.jobs.job import Job
-        from torchrelay.jobs.task import Task
-
-        job = Job.current(required=False)
-        if job is None:
-            return
-        node, name = Node.current(required=False), f"begin_{self.cursor}"
-        where = node.name if node else None
-        if any((task.name, task.node) == (name, where) for task in job.init_group.tasks()):
-            raise UsageError(
-                f"two readers are called {self.name!r} on {where or 'every node'}: give one another name="
-            )
-        Task(self._rewind, name=name, group=job.init_group)
 
     def _rewind(self, ws: Workspace) -> None:
         ws[self.cursor] = 0
@@ -207,28 +203,25 @@ class ReaderWithLimit:
         return run is not None and run.finished
 
     def _read(self, ws: Workspace, run: _Run) -> Any:
-        if not self._admit(run):
-            run.over = True
-            return None
+        late = self.seconds and self._clock() - run.started >= self.seconds
+        with run.lock:
+            if late or (self.num_iter is not None and run.reads >= self.num_iter):
+                run.over = True
+                return None
+            run.reads += 1
         batch = self.reader.read(ws)
         if batch is None:
             run.finished = run.over = True
         return batch
 
-    def _admit(self, run: _Run) -> bool:
-        """Check the limits and count the next read."""
-        if self.seconds and self._clock() - run.started >= self.seconds:
-            return False
-        with run.lock:
-            if self.num_iter is not None and run.reads >= self.num_iter:
-                return False
-            run.reads += 1
-            return True
-
     def _run_of(self, ws: Workspace, *, new_loop: bool = False) -> _Run:
         """Return the run of `ws`, beginning it if no task_init did."""
         with self._lock:
-            run = self._explicit_run(ws)
+            around = [ws]
+            while around[-1].parent is not None:
+                around.append(around[-1].parent)
+            runs = (self._runs.get(one) for one in around)
+            run = next((one for one in runs if one is not None and one.explicit), None)
             if run is None:
                 home = run_workspace(ws)
                 run = self._runs.get(home)
@@ -237,14 +230,6 @@ class ReaderWithLimit:
                     run = self._begin(home)
             run.loops += new_loop
             return run
-
-    def _explicit_run(self, ws: Workspace | None) -> _Run | None:
-        while ws is not None:
-            run = self._runs.get(ws)
-            if run is not None and run.explicit:
-                return run
-            ws = ws.parent
-        return None
 
     def _begin(self, ws: Workspace, *, explicit: bool = False) -> _Run:
         run = self._runs[ws] = self._last_of_node[ws.node] = _Run(self._clock(), explicit)

@@ -137,25 +137,19 @@ def _changed(place: str) -> int:
 
 
 @lru_cache(maxsize=1)
-def _packages(path: tuple[tuple[str, int], ...]) -> dict[str, str]:
+def _packages(_path: tuple[tuple[str, int], ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for one in importlib.metadata.distributions():
-        head = _head(one.read_text("METADATA") or one.read_text("PKG-INFO") or "")
+        text = one.read_text("METADATA") or one.read_text("PKG-INFO") or ""
+        head: dict[str, str] = {}  # only that: parsing complete metadata would take 0.1 s
+        for line in text[:4096].splitlines():
+            name, colon, value = line.partition(":")
+            if not colon or {"name", "version"} <= head.keys():
+                break
+            head.setdefault(name.lower(), value.strip())
         if "name" in head:
             found.setdefault(head["name"], head.get("version", ""))
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
-
-
-def _head(text: str) -> dict[str, str]:
-    """Read only name and version, because parsing complete metadata would take 0.1 s."""
-    found: dict[str, str] = {}
-    for line in text[:4096].splitlines():
-        name, colon, value = line.partition(":")
-        if not colon or len(found) == 2:
-            break
-        if name.lower() in ("name", "version"):
-            found.setdefault(name.lower(), value.strip())
-    return found
 
 
 def write_capture(run: Path, attempt: int, content: Mapping[str, Any]) -> Path:
@@ -235,8 +229,7 @@ def capture_with_code(run: Path, attempt: int | None = None) -> dict[str, Any]:
     if not chosen:
         there = ", ".join(str(one["number"]) for one in found)
         raise UsageError(f"{run} has no launch {attempt}; known are {there}")
-    archived = [one for one in chosen if code_id_of(one) is not None]
-    if archived:
+    if archived := [one for one in chosen if code_id_of(one) is not None]:
         return archived[-1]
     code = chosen[-1].get("code")
     why = code.get("why", "unknown reason") if isinstance(code, dict) else "unknown reason"

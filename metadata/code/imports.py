@@ -21,7 +21,7 @@ import posixpath
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -46,7 +46,11 @@ class ArchivedImports:
         self.modules: dict[str, ModuleType] = {}
         self._contents, self._links = contents, links
         self._folders = tuple(folders)
-        self._known_folders = {"", *_folders_of(contents), *_folders_of(links)}
+        self._known_folders = {
+            str(one) if str(one) != "." else ""
+            for name in (*contents, *links)
+            for one in PurePosixPath(name).parents
+        }
         self._locks: dict[str, threading.RLock] = {}
         self._done: set[str] = set()
         self._builtins = {**vars(builtins), "__import__": self._import}
@@ -65,9 +69,12 @@ class ArchivedImports:
             parent = full
         return self.modules[name]
 
-    def has(self, name: str) -> bool:
-        """Return True if the archive has a top-level module or package with this name."""
-        return name in self.modules or self._find(name, self._folders) is not None
+    def _has(self, name: str) -> bool:
+        """Return True if the archive has the top-level module of this one, which is not built into Python."""
+        top = name.partition(".")[0]
+        if top in sys.builtin_module_names:
+            return False
+        return top in self.modules or self._find(top, self._folders) is not None
 
     def resolve(self, path: str) -> str:
         """Resolve links in the name of a file or folder."""
@@ -83,16 +90,12 @@ class ArchivedImports:
                 return path
         return path
 
-    # Making a module
-
     def _make_once(self, full: str, parent: str, part: str) -> None:
         """Import a module once; other threads wait with a timeout, because of possible deadlocks."""
         lock = self._locks.setdefault(full, threading.RLock())
         mine = lock.acquire(timeout=_PATIENCE_SECS)
         try:
-            if (
-                full in self.modules
-            ):  # imported meanwhile; or in progress in this thread or one that waits for it
+            if full in self.modules:  # made meanwhile, or in progress in this thread or one that waits for it
                 return
             if not mine:
                 raise ImportError(f"{full} of {self.what} is being imported by another thread", name=full)
@@ -132,9 +135,7 @@ class ArchivedImports:
         setattr(self.modules[parent] if parent else sys.modules[self.prefix], part, module)
 
     def _inside(self, module: ModuleType) -> tuple[str, ...]:
-        if not hasattr(module, "__path__"):
-            return ()
-        return tuple(one.removeprefix(f"{self.what}/") for one in module.__path__)
+        return tuple(one.removeprefix(f"{self.what}/") for one in getattr(module, "__path__", ()))
 
     def _find(self, part: str, places: Sequence[str]) -> tuple[str, list[str] | None] | None:
         """Find the file of a module, and the folders of a package."""
@@ -150,8 +151,6 @@ class ArchivedImports:
                 bare.append(folder)
         return (bare[0], bare) if bare else None
 
-    # Imports of the archived modules
-
     def _import(
         self,
         name: str,
@@ -161,16 +160,19 @@ class ArchivedImports:
         level: int = 0,
     ) -> ModuleType:
         if level:
-            name = self._plain(_absolute(name, level, globals or {}))
+            around: Mapping[str, Any] = globals or {}
+            package = around.get("__package__") or around.get("__name__", "").rpartition(".")[0]
+            if not package:
+                raise ImportError("attempted relative import with no known parent package")
+            name = self._plain(importlib.util.resolve_name("." * level + name, package))
         elif name == "importlib" or name.startswith("importlib."):
             found = builtins.__import__(name, None, None, fromlist or (), 0)
             return self._importlib if found is importlib else found
-        top = name.partition(".")[0]
-        if not level and (top in sys.builtin_module_names or not self.has(top)):
+        if not level and not self._has(name):
             return builtins.__import__(name, globals, locals, fromlist or (), 0)
         module = self.module(name)
         if not fromlist:
-            return self.modules[top]
+            return self.modules[name.partition(".")[0]]
         if hasattr(module, "__path__"):
             for one in getattr(module, "__all__", ()) if "*" in fromlist else fromlist:
                 if not hasattr(module, one) and self._find(one, self._inside(module)) is not None:
@@ -187,9 +189,7 @@ class ArchivedImports:
         def import_module(name: str, package: str | None = None) -> ModuleType:
             full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
             full = self._plain(full)
-            top = full.partition(".")[0]
-            own = top not in sys.builtin_module_names and self.has(top)
-            return self.module(full) if own else importlib.import_module(full)
+            return self.module(full) if self._has(full) else importlib.import_module(full)
 
         own = ModuleType("importlib")
         own.__dict__.update(vars(importlib))
@@ -215,23 +215,6 @@ class _Loader(importlib.abc.InspectLoader):
     def is_package(self, fullname: str) -> bool:
         """Return True for a package."""
         return self._path not in self._imports._contents or self._path.endswith("__init__.py")
-
-
-def _absolute(name: str, level: int, globals: Mapping[str, Any]) -> str:
-    package = globals.get("__package__") or globals.get("__name__", "").rpartition(".")[0]
-    if not package:
-        raise ImportError("attempted relative import with no known parent package")
-    return importlib.util.resolve_name("." * level + name, package)
-
-
-def _folders_of(names: Mapping[str, Any]) -> set[str]:
-    found: set[str] = set()
-    for name in names:
-        while name := posixpath.dirname(name):
-            if name in found:
-                break
-            found.add(name)
-    return found
 
 
 class LoadedCode:

@@ -209,11 +209,11 @@ class StoredTensors:
         archive.read_into(member, 0, memoryview(length))
         nbytes = int.from_bytes(length, "little")
         what = f"{archive.what}: {member}"
-        if nbytes > min(HEADER_LIMIT, found.nbytes - 8):
+        if nbytes > min(HEADER_LIMIT, len(found) - 8):
             raise DamagedError(f"{what}: its header does not fit the member")
         header = bytearray(nbytes)
         archive.read_into(member, 8, memoryview(header))
-        self._places = _places_in(bytes(header), 8 + nbytes, found.nbytes, self.entries, what)
+        self._places = _places_in(bytes(header), 8 + nbytes, len(found), self.entries, what)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a new tensor to the CPU, verifying every byte; raises DamagedError with member and tensor."""
