@@ -73,18 +73,10 @@ class Dataset:
     """A source of samples."""
 
     name: str = key(text("a name"), "name of the dataset", required=True)
-    type: str = side_key(
-        one_of("DataLoader", "QueueDataset"),
-        "both mean the same",
-        "DataLoader",
-    )
+    type: str = side_key(one_of("DataLoader", "QueueDataset"), "both mean the same", "DataLoader")
     batch_size: int = key(whole(1), "samples in a batch, over all ranks", required=True)
     data_path: tuple[str, ...] = key(some(PATH), "files and directories of data", [])
-    grows: bool = key(
-        TRUTH,
-        "look for new files in `data_path` before each epoch",
-        False,
-    )
+    grows: bool = key(TRUTH, "look for new files in `data_path` before each epoch", False)
     data_converter: ClassPath | None = key(
         class_at("Reader"), "class that reads samples; if missing, text lines of slots are read"
     )
@@ -156,8 +148,7 @@ class UpstreamSection:
         required=True,
     )
     into: str | None = key(
-        text("a dotted name"),
-        "blob, or part of a module, to initialise when this run begins",
+        text("a dotted name"), "blob, or part of a module, to initialise when this run begins"
     )
     prefix: str | None = key(
         text("a dotted name"), "take only leaves below this name, such as `model.encoder`"
@@ -165,8 +156,7 @@ class UpstreamSection:
     rename: Mapping[str, str] | None = key(TEXTS, "name prefixes there, and here")
     strict: bool = key(TRUTH, "missing, unexpected or misshapen leaves are errors", True)
     keep: tuple[str, ...] | None = key(
-        some(text("a name or pattern")),
-        "its tensors to store in every checkpoint",
+        some(text("a name or pattern")), "its tensors to store in every checkpoint"
     )
 
 
@@ -176,11 +166,7 @@ class Settings:
 
     version: int = side_key(whole(1, most=1), "schema version", 1)
     name: str | None = side_key(RUN_NAME, "name of the run; with `--runs DIR`, the workspace's if missing")
-    workspace: str = side_key(
-        PATH,
-        "base of relative paths; itself relative to the configuration file",
-        ".",
-    )
+    workspace: str = side_key(PATH, "base of relative paths; itself relative to the configuration file", ".")
     run_dir: str = side_key(PATH, "directory for runs", "runs")
     mode: tuple[str, ...] | None = side_key(
         some(text("the name of a runner")), "runners to run, in order; all if missing"
@@ -188,9 +174,7 @@ class Settings:
     debug: bool = side_key(TRUTH, "print costs of operators and data in the first steps", False)
     seed: int = key(whole(0, most=2**64 - 1), "random seed", 0)
     upstream: Mapping[str, UpstreamSection] = key(
-        named(section(UpstreamSection, short="run")),
-        "earlier runs, by alias",
-        {},
+        named(section(UpstreamSection, short="run")), "earlier runs, by alias", {}
     )
     runner: tuple[RunnerSection, ...] = key(
         list_of(section(RunnerSection)), "profiles: what to run, and how", []
@@ -313,7 +297,14 @@ def key_table() -> str:
 
 
 def _table(form: Section, path: str) -> str:
-    rows = [_row(one) for one in form.keys.values()]
+    rows = []
+    for spec in form.keys.values():
+        word = spec.form.word
+        for pattern, short in _BRIEF:
+            word = pattern.sub(short, word)
+        default = "" if spec.default in (None, [], {}) else f"; default `{scalar(spec.default)}`"
+        note = "; required" if spec.required else default
+        rows.append(f"| `{spec.name}`{'†' * spec.identity} | {_cell(word)}{note} | {_cell(spec.doc)} |")
     if form.free is not None:
         rows.append(f"| …† | anything | {form.free_doc} |")
     for remedy in dict.fromkeys(form.refused.values()):
@@ -322,16 +313,6 @@ def _table(form: Section, path: str) -> str:
     title = f"### {path}" if path else "### At the top"
     head = "| key | value | meaning |\n|---|---|---|"
     return f"{title}\n\n{(form.of.__doc__ or '').strip()}\n\n{head}\n" + "\n".join(rows) + "\n"
-
-
-def _row(spec: KeySpec) -> str:
-    word = spec.form.word
-    for pattern, short in _BRIEF:
-        word = pattern.sub(short, word)
-    default = "" if spec.default in (None, [], {}) else f"; default `{scalar(spec.default)}`"
-    name = f"`{spec.name}`" + "†" * spec.identity
-    note = "; required" if spec.required else default
-    return f"| {name} | {_cell(word)}{note} | {_cell(spec.doc)} |"
 
 
 def _cell(text: str) -> str:

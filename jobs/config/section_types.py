@@ -143,9 +143,8 @@ def _numbers(value: Any) -> list[int]:
 
 def _gpus(value: Any, at: At) -> Any:
     found = _numbers(value)
-    if len(set(found)) < len(found):
-        return at.wrong("a GPU is listed twice")
-    return tuple(found) or MISFIT
+    twice = len(set(found)) < len(found)
+    return at.wrong("a GPU is listed twice") if twice else tuple(found) or MISFIT
 
 
 GPUS = One(
@@ -220,8 +219,18 @@ _PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, 
 
 def bound(to: Any, value: Any, at: At) -> Any:
     """Convert `value` to class `to`, recording its keys as read; WRONG after a reported problem."""
-    if callable(getattr(to, "model_validate", None)):
-        return _validated(to, value, at)
+    if callable(getattr(to, "model_validate", None)):  # of pydantic
+        own = Tracked(value, at.where, at.reading).plain() if isinstance(value, Mapping) else value
+        try:
+            found = to.model_validate(own)
+        except ValueError as error:
+            if not callable(errors := getattr(error, "errors", None)):
+                return at.wrong(str(error))
+            for one in errors():
+                at.reading.wrong((*at.where, *one["loc"]), str(one["msg"]))
+            return WRONG
+        at.reading.reads.difference_update(_ignored(found, value, at))
+        return found
     if dataclasses.is_dataclass(to) and isinstance(to, type):
         return _dataclass(to, value, at)
     if to is dict:
@@ -267,15 +276,20 @@ def _converted(hint_: Any, value: Any, at: At) -> Any:
     elif origin is typing.Annotated:
         found = _converted(inner[0], value, at)
     elif origin in (typing.Union, types.UnionType):
-        found = _first_that_fits(inner, value, at)
+        for alternative in inner:
+            trial = Reading(at.reading.tree, at.reading.workspace)
+            result = _converted(alternative, value, At(trial, at.where))
+            if not trial.problems:
+                return result
     elif origin is typing.Literal:
         found = value if (type(value), value) in [(type(one), one) for one in inner] else MISFIT
-    elif origin in (list, tuple, Sequence):
-        found = _sequence(origin, inner, value, at) if isinstance(value, list) else MISFIT
-    elif origin in (dict, Mapping):
-        if isinstance(value, dict):
-            kind = inner[1] if inner else Any
-            found = {name: _converted(kind, one, at.inner(name)) for name, one in value.items()}
+    elif origin in (list, tuple, Sequence) and isinstance(value, list):
+        found = _sequence(origin, inner, value, at)
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        kind = inner[1] if inner else Any
+        found = {name: _converted(kind, one, at.inner(name)) for name, one in value.items()}
+    elif origin in (list, tuple, Sequence, dict, Mapping):
+        found = MISFIT
     else:
         found = _single(hint_, value, at)
     return at.wrong(f"expected {_name(hint_)}, not {described(value)}") if found is MISFIT else found
@@ -298,15 +312,6 @@ def _single(hint_: Any, value: Any, at: At) -> Any:
     )
 
 
-def _first_that_fits(alternatives: Sequence[Any], value: Any, at: At) -> Any:
-    for one in alternatives:
-        trial = Reading(at.reading.tree, at.reading.workspace)
-        found = _converted(one, value, At(trial, at.where))
-        if not trial.problems:
-            return found
-    return MISFIT
-
-
 def _sequence(origin: Any, inner: Sequence[Any], value: Sequence[Any], at: At) -> Any:
     several = origin is not tuple or (len(inner) == 2 and inner[1] is Ellipsis) or not inner
     kinds = [inner[0] if inner else Any] * len(value) if several else list(inner)
@@ -319,22 +324,6 @@ def _sequence(origin: Any, inner: Sequence[Any], value: Sequence[Any], at: At) -
 def _name(hint_: Any) -> str:
     plain = isinstance(hint_, type) and not typing.get_args(hint_)
     return hint_.__name__ if plain else str(hint_).replace("typing.", "")
-
-
-def _validated(to: Any, value: Any, at: At) -> Any:
-    """Validate with pydantic and report its errors by their `loc` and `msg`."""
-    own = Tracked(value, at.where, at.reading).plain() if isinstance(value, Mapping) else value
-    try:
-        found = to.model_validate(own)
-    except ValueError as error:
-        errors = getattr(error, "errors", None)
-        if not callable(errors):
-            return at.wrong(str(error))
-        for one in errors():
-            at.reading.wrong((*at.where, *one["loc"]), str(one["msg"]))
-        return WRONG
-    at.reading.reads.difference_update(_ignored(found, value, at))
-    return found
 
 
 def _ignored(model: Any, value: Any, at: At) -> set[tuple[str | int, ...]]:

@@ -65,10 +65,6 @@ class At:
         """Report the value here; returns WRONG."""
         return self.reading.wrong(self.where, message, near)
 
-    def expected(self, form: FieldType, value: Any) -> Any:
-        """Report that the value here has another type; returns WRONG."""
-        return self.wrong(f"expected {form.word}, not {described(value)}")
-
     def taken(self, form: FieldType, value: Any) -> Any:
         """Convert the value here with a type; WRONG after a reported problem."""
         return WRONG if self.where in self.reading.tree.broken else form.take(value, self)
@@ -112,20 +108,16 @@ class One(FieldType):
     def take(self, value: Any, at: At) -> Any:
         """Validate with `check`."""
         found = self.check(value, at)
-        return at.expected(self, value) if found is MISFIT else found
+        return at.wrong(f"expected {self.word}, not {described(value)}") if found is MISFIT else found
 
     def normal(self, value: Any) -> Any:
         """Normalise with `written`."""
         return value if self.written is None else self.written(value)
 
 
-def _or_expression(*schemas: Json) -> Json:
-    return {"anyOf": [*schemas, EXPRESSION]}
-
-
 TRUTH = One(
     "true or false",
-    _or_expression({"type": "boolean"}),
+    {"anyOf": [{"type": "boolean"}, EXPRESSION]},
     textual=False,
     check=lambda value, _: value if isinstance(value, bool) else MISFIT,
 )
@@ -140,16 +132,13 @@ def whole(least: int = 0, most: int | None = None, unset: int | None = None) -> 
     const = [] if unset is None else [{"const": unset}]
 
     def check(value: Any, _: At) -> Any:
-        if type(value) is not int:
-            return MISFIT
-        if value == unset:
+        if type(value) is int and value == unset:
             return None
-        return value if value >= least and (most is None or value <= most) else MISFIT
+        fits = type(value) is int and least <= value <= (value if most is None else most)
+        return value if fits else MISFIT
 
-    return One(
-        word, _or_expression(limits, *const), textual=False, check=check,
-        written=lambda value: None if value == unset else value,
-    )  # fmt: skip
+    schema = {"anyOf": [limits, *const, EXPRESSION]}
+    return One(word, schema, False, check, written=lambda value: None if value == unset else value)
 
 
 def number(above: float | None = None, least: float | None = None) -> FieldType:
@@ -163,11 +152,10 @@ def number(above: float | None = None, least: float | None = None) -> FieldType:
 
     def check(value: Any, _: At) -> Any:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not fits or (above is not None and value <= above) or (least is not None and value < least):
-            return MISFIT
-        return float(value)
+        fits = fits and (above is None or value > above) and (least is None or value >= least)
+        return float(value) if fits else MISFIT
 
-    return One(word, _or_expression(limits), textual=False, check=check, written=float)
+    return One(word, {"anyOf": [limits, EXPRESSION]}, textual=False, check=check, written=float)
 
 
 def text(what: str = "a text") -> FieldType:
@@ -205,7 +193,7 @@ def one_of(*words: str, refused: Mapping[str, str] | None = None) -> FieldType:
         return at.wrong(f"unknown word {short(value)}; {hint(value, words)}", nearest(value, words))
 
     word = "one of " + ", ".join(f"`{word}`" for word in words)
-    return One(word, _or_expression({"enum": list(words)}), textual=True, check=check)
+    return One(word, {"anyOf": [{"enum": list(words)}, EXPRESSION]}, textual=True, check=check)
 
 
 SECONDS = One(
@@ -338,7 +326,7 @@ class Section(FieldType):
         if isinstance(value, str) and self.short is not None:
             return self._made({self.short: self.keys[self.short].form.take(value, at)}, {}, at)
         if not isinstance(value, dict):
-            return at.expected(self, value)
+            return at.wrong(f"expected {self.word}, not {described(value)}")
         broken = at.reading.tree.broken
         made: dict[str, Any] = {}
         for name, one in value.items():

@@ -214,16 +214,13 @@ class _Reading:
 
     def read(self) -> None:
         """Build the document; problems are collected."""
-        documents = 0
         with suppress(_EndError):
             for event in self.events:
                 if isinstance(event, yaml.NodeEvent):
                     self._value(event, (), None)
-                elif isinstance(event, yaml.DocumentStartEvent):
-                    documents += 1
-                    if documents > 1:
-                        why = "a second document begins, but a file has one: remove the second `---`"
-                        self._give_up(_of_mark(event.start_mark), why)
+                elif isinstance(event, yaml.DocumentStartEvent) and () in self.values:
+                    why = "a second document begins, but a file has one: remove the second `---`"
+                    self._give_up(_of_mark(event.start_mark), why)
 
     def _wrong(self, place: TextPosition, message: str, where: Where | None = None) -> None:
         self.problems.append(Problem(place, message))

@@ -83,18 +83,14 @@ def _spend_warning() -> None:
 
 def broadcast_buffers() -> list[torch.Tensor]:
     """Return the buffers that trained DDP objects broadcast from rank 0 before each forward pass."""
-    senders = {id(one): one for one in (*_ours, *_all_instances()) if _sends_buffers(one)}
+    found = {id(one): one for one in (*_ours, *_all_instances())}
     return [
         buffer
-        for one in senders.values()
+        for one in found.values()
+        if one.broadcast_buffers and one.require_forward_param_sync and _is_trained(one)
         for name, buffer in one.module.named_buffers()
         if name not in one.parameters_to_ignore
     ]
-
-
-def _sends_buffers(wrapper: DistributedDataParallel) -> bool:
-    """Return True if it is trained and its next forward pass broadcasts buffers (not after no_grad)."""
-    return wrapper.broadcast_buffers and wrapper.require_forward_param_sync and _is_trained(wrapper)
 
 
 def _is_trained(wrapper: DistributedDataParallel) -> bool:
