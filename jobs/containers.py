@@ -26,8 +26,8 @@ _FIXED = (tuple, frozenset, types.MappingProxyType)
 
 def is_container(value: object) -> bool:
     """Return True if a blob holds the value itself, so that its content at each boundary is saved."""
-    kind = type(value)
-    return kind in _IN_PLACE or is_generator(value) or is_array(value) or _is_dataclass(value, frozen=False)
+    in_place = type(value) in _IN_PLACE or is_generator(value) or is_array(value)
+    return in_place or _is_dataclass(value, frozen=False)
 
 
 def is_generator(value: object) -> bool:

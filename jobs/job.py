@@ -164,8 +164,7 @@ class TaskGroup(Managed):
             @group.local_init
             def connect(ctx): ...
         """
-        self._add_hook(self.local_inits, step, node)
-        return step
+        return self._add_hook(self.local_inits, step, node)
 
     def local_exit(self, step: F, node: str | Node | None = None) -> F:
         """Run `step` once per node and run after all tasks of the node; also a decorator.
@@ -181,8 +180,7 @@ class TaskGroup(Managed):
             @group.local_exit
             def disconnect(ctx): ...
         """
-        self._add_hook(self.local_exits, step, node)
-        return step
+        return self._add_hook(self.local_exits, step, node)
 
     def problems(self) -> list[str]:
         """Return the errors of the group as sentences; empty if there are none."""
@@ -200,10 +198,11 @@ class TaskGroup(Managed):
         for task in self._tasks:
             task.freeze()
 
-    def _add_hook(self, hooks: list[NodeHook], step: Step, node: str | Node | None) -> None:
+    def _add_hook(self, hooks: list[NodeHook], step: F, node: str | Node | None) -> F:
         self._check_open("a hook")
         call_style(step)
         hooks.append(NodeHook(step, node_name(node)))
+        return step
 
     def _check_open(self, what: str) -> None:
         if self.frozen:

@@ -20,7 +20,7 @@ import threading
 import time
 import unicodedata
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -274,12 +274,10 @@ class Signature:
     @classmethod
     def from_json(cls, found: Any) -> Signature:
         """Parse the JSON form; raises UsageError for anything else."""
-        if not isinstance(found, Mapping) or not all(
-            isinstance(found.get(side), list) for side in ("inputs", "outputs")
-        ):
-            raise UsageError(f"invalid description of inputs and outputs: {str(found)[:200]}")
-        inputs, outputs = (tuple(map(TensorSpec.from_json, found[side])) for side in ("inputs", "outputs"))
-        return cls(inputs, outputs)
+        match found:
+            case {"inputs": [*inputs], "outputs": [*outputs]}:
+                return cls(*(tuple(map(TensorSpec.from_json, side)) for side in (inputs, outputs)))
+        raise UsageError(f"invalid description of inputs and outputs: {str(found)[:200]}")
 
 
 def _is_size(size: object) -> bool:
@@ -399,11 +397,16 @@ class ProcessPhases:
         """Record that the calling thread does `what` during the block."""
         thread = threading.get_ident()
         before = self._now.get(thread)
-        self._set(thread, what if before is None else f"{before}, {what}")
+        self._now[thread] = what if before is None else f"{before}, {what}"
+        self._write()
         try:
             yield
         finally:
-            self._set(thread, before)
+            if before is None:
+                del self._now[thread]
+            else:
+                self._now[thread] = before
+            self._write()
 
     def show(self) -> str:
         """Make the phases readable for other processes; returns the place."""
@@ -416,13 +419,6 @@ class ProcessPhases:
         self._write()
         return self.place
 
-    def _set(self, thread: int, what: str | None) -> None:
-        if what is None:
-            self._now.pop(thread, None)
-        else:
-            self._now[thread] = what
-        self._write()
-
     def _write(self) -> None:
         if self._memory is not None:
             self._memory[:_BYTES] = self.text().encode()[: _BYTES - 1].ljust(_BYTES, b"\0")
@@ -432,11 +428,11 @@ phase = ProcessPhases()
 """The phases of this process."""
 
 
-def stack_of_main_thread(most: int = 8) -> str:
+def stack_of_main_thread() -> str:
     """Return the current stack of the main thread, innermost call first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     calls: list[str] = []
-    while frame is not None and len(calls) < most:
+    while frame is not None and len(calls) < 8:
         calls.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(calls) or "unknown"

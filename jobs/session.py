@@ -56,19 +56,9 @@ class Peers(Protocol):
 class Solo:
     """The peers of a session with a single process."""
 
-    rank = 0
-    size = 1
-    launch = ""
+    rank, size, launch = 0, 1, ""
 
-    def exchange(
-        self,
-        topic: str,
-        value: Json,
-        *,
-        deadline_secs: float | None = None,
-        for_others: Callable[[Json], Json] | None = None,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> list[Json]:
+    def exchange(self, topic: str, value: Json, **options: Any) -> list[Json]:
         """Return the only value there is."""
         return [value]
 

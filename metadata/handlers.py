@@ -221,23 +221,17 @@ def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None
 
 
 def _notes_of(line: Mapping[str, Any], job: Holder, prefix: str) -> Iterator[HandlerEvent]:
-    holder, time = _holder_of(line, job), seconds_in(line.get("time"))
-    kind, nodes = line.get("kind"), line.get("nodes")
-    if holder is None or time is None or not (is_text(kind) and isinstance(nodes, list)):
+    generation, branch, base = line.get("generation"), line.get("branch"), line.get("base")
+    time, kind, nodes = seconds_in(line.get("time")), line.get("kind"), line.get("nodes")
+    if line.get("job") != job.uuid or not all(map(is_count, (generation, branch, base or 0))):
         return
+    if time is None or not (is_text(kind) and isinstance(nodes, list)):
+        return
+    holder = replace(job, generation=int(generation or 0), branch=int(branch or 0), base=base)
     if kind != EPOCH:
         yield from report_notes(holder, prefix, str(kind), times_of(nodes), time)
     elif is_count(epoch := line.get("epoch")):
         yield HandlerEvent(holder, prefix, EPOCH, int(epoch or 0), time, len(nodes))
-
-
-def _holder_of(line: Mapping[str, Any], job: Holder) -> Holder | None:
-    generation, branch, base = line.get("generation"), line.get("branch"), line.get("base")
-    if line.get("job") != job.uuid or not (is_count(generation) and is_count(branch)):
-        return None
-    if base is not None and not is_count(base):
-        return None
-    return replace(job, generation=int(generation or 0), branch=int(branch or 0), base=base)
 
 
 FILE_NAME = "metadata.jsonl"
@@ -341,9 +335,7 @@ class SeveralHandlers:
     def opened(self, holder: Holder) -> None:
         """Call the handlers that have this method."""
         for one in self._all:
-            opened = getattr(one, "opened", None)
-            if opened is not None:
-                opened(holder)
+            getattr(one, "opened", lambda _: None)(holder)
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """Return the answer of the deciding handlers."""
