@@ -223,7 +223,8 @@ def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None
 def _notes_of(line: Mapping[str, Any], job: Holder, prefix: str) -> Iterator[HandlerEvent]:
     generation, branch, base = line.get("generation"), line.get("branch"), line.get("base")
     time, kind, nodes = seconds_in(line.get("time")), line.get("kind"), line.get("nodes")
-    if line.get("job") != job.uuid or not all(map(is_count, (generation, branch, base or 0))):
+    counts = (generation, branch, 0 if base is None else base)
+    if line.get("job") != job.uuid or not all(map(is_count, counts)):
         return
     if time is None or not (is_text(kind) and isinstance(nodes, list)):
         return
