@@ -26,7 +26,7 @@ from torchrelay.checkpoint.files.blob_reader import (
 )
 from torchrelay.checkpoint.files.publish import Where, as_written, publish
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.dtypes import logical_dtype
+from torchrelay.checkpoint.format.dtypes import logical_dtype, memory_of
 from torchrelay.checkpoint.format.names import Key, Whole, nearest
 from torchrelay.checkpoint.format.position import Patterns, Position, Selection, matches, selection_of
 from torchrelay.checkpoint.format.shard.entries import LEAVES, Entries, form_of, whole_entries
@@ -72,7 +72,7 @@ class FileContent:
         return parts[0]
 
 
-def content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> FileContent:
+def _content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> FileContent:
     """The content of a file that has only tensors, each a blob by itself."""
     names = list(blobs)
     entries = whole_entries(names, plain.forms, plain.memories, in_memory=True)
@@ -118,32 +118,20 @@ def _type(name: str, tensor: torch.Tensor) -> str:
 def _values_text(
     texts: Mapping[str, bytes], values: Mapping[str, Json], rows: Sequence[str], sealed: Sequence[str]
 ) -> bytes:
-    """The canonical JSON of all values, including the list of leaves and roles.
-
-    Joined from texts, because the checks of canonical JSON would take longer than all else.
-    """
+    """The canonical JSON of all values and the list of leaves, joined from texts, which is much faster."""
     sha256 = seal((sealed[some] for some in slices(len(sealed))), values)
     own = f'{{"leaves":[{"],".join(rows)}]],"sha256":"{sha256}"}}'.encode()
     return canonical_json.object_of({**texts, LEAVES: own})
 
 
 def write_blob_file(where: Where, content: FileContent, *, overwrite: bool) -> None:
-    """Write a file with this content.
-
-    Raises UsageError if the name exists, BlobError for what cannot be stored, StorageError.
-    """
+    """Write a file; raises UsageError if the name exists, BlobError for what cannot be stored."""
     part = content.part()
     publish(
         as_written(where, "a file of save_blobs"),
         lambda at: write_part(LocalStorage(at.parent), at.name, part),
         overwrite=overwrite,
     )
-
-
-def file_bytes(content: FileContent) -> int:
-    """Size of the file; reads no tensor."""
-    frame = HeaderFrame(content.part())
-    return frame.nbytes + frame.data_bytes
 
 
 Url = Where
@@ -211,7 +199,8 @@ def estimate_bytes(
     Example:
         estimate_bytes({"model": model}, dtype=torch.bfloat16)
     """
-    return file_bytes(_content(blobs, rename, dtype, selection_of(include, exclude), meta=True))
+    frame = HeaderFrame(_content(blobs, rename, dtype, selection_of(include, exclude), meta=True).part())
+    return frame.nbytes + frame.data_bytes
 
 
 def _content(
@@ -222,19 +211,19 @@ def _content(
     *,
     meta: bool = False,
 ) -> FileContent:
-    """The content of a file with these options."""
     if not isinstance(blobs, Mapping) or not blobs:
-        raise UsageError(
-            f'invalid blobs {_shown(blobs)}: expected them by name, save_blobs(url, {{"model": model}})'
-        )
+        what = "none" if blobs == {} else type(blobs).__name__
+        raise UsageError(f'invalid blobs {what}: expected them by name, save_blobs(url, {{"model": model}})')
     if rename is None and type(blobs) is dict:  # another type of mapping may create values on access
         named = dict(blobs)
     else:
         named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
     check_blob_names(named)
     converted = checked_cast(dtype) is not None
-    if selection.everything and not converted and (plain := _plain(named)) is not None:
-        return content_of_plain(named, plain)
+    alone = len(set(map(id, named.values()))) == len(named)
+    simple = alone and selection.everything and not converted
+    if simple and (plain := plain_tensors(named.values())) is not None:
+        return _content_of_plain(named, plain)
     found = leaves_of(named)
     check_patterns_used(found, selection)
     leaves = select(found, named, selection)
@@ -285,7 +274,10 @@ def load_blobs(
         raise UsageError("rename and prefix exclude each other: give one")
     checked_device(device)
     files = _open_all(urls, verify)
-    chosen = _chosen(files, _patterns(names), strict=strict)
+    patterns = ["*"] if names is None else pattern_list(names)
+    if twice := [pattern for pattern in patterns if patterns.count(pattern) > 1]:
+        raise UsageError(f"{twice[0]!r} is given twice: list every name once")
+    chosen = _chosen(files, patterns, strict=strict)
     new_names = without_prefix(chosen, prefix) if prefix else renamed_all(chosen, rename)
     created: dict[str, Any] = {}
     for file in files:
@@ -306,20 +298,9 @@ def _open_all(urls: Where | Sequence[Where], verify: str) -> list[BlobFile]:
         raise UsageError("no file: name at least one for load_blobs")
     files = [open_blob_file(url, verify=verify) for url in given]
     paths = [os.path.realpath(file.path) if isinstance(file.path, Path) else file.path for file in files]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise UsageError(f"{path} is given twice: list every file once")
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise UsageError(f"{twice[0]} is given twice: list every file once")
     return files
-
-
-def _patterns(names: str | Sequence[str] | None) -> list[str]:
-    if names is None:
-        return ["*"]
-    patterns = pattern_list(names)
-    for pattern in patterns:
-        if patterns.count(pattern) > 1:
-            raise UsageError(f"{pattern!r} is given twice: list every name once")
-    return patterns
 
 
 def _chosen(files: Sequence[BlobFile], patterns: Sequence[str], *, strict: bool) -> dict[str, BlobFile]:
@@ -352,7 +333,8 @@ def read_blobs(file: BlobFile, names: Sequence[str]) -> dict[str, Any]:
         if tree in specs:
             specs.setdefault(name, _alone(file.specs[name], tree))
     plan = restoration({}, specs, file.values, RestoreOptions(strict=False, exclude=None))
-    file.fill((read.leaf, read.memory()) for read in plan.reads)
+    leaves = [(file.specs.key_of(read.leaf), memory_of(read.memory())) for read in plan.reads]
+    file.fill_memories([key for key, _ in leaves], [memory for _, memory in leaves])
     return plan.finish()
 
 
@@ -364,19 +346,7 @@ def _alone(spec: LeafSpec, blob: str) -> LeafSpec:
     return replace(spec, blob=blob, role=role)
 
 
-def _plain(blobs: Mapping[str, Any]) -> PlainTensors | None:
-    """The forms of the blobs, if all are distinct plain tensors in memory."""
-    alone = len(set(map(id, blobs.values()))) == len(blobs)
-    return plain_tensors(blobs.values()) if alone else None
-
-
-def _shown(blobs: object) -> str:
-    """An argument, for a message."""
-    return "none" if blobs == {} else type(blobs).__name__
-
-
 def _converted(leaf: Leaf, kind: Kind, dtype: Cast, *, meta: bool) -> Leaf:
-    """A leaf with its tensor converted."""
     content = leaf.content
     if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor) or leaf.role is Role.VALUE:
         return leaf

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.files.publish import as_written
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Near
 from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
@@ -40,7 +39,7 @@ from torchrelay.jobs.runtime import check_file, undisturbed
 from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _AT_ONCE = 512
 """Rows that are hashed with one call, so that they stay in the processor's cache."""
@@ -65,10 +64,7 @@ class BlobFile:
 
     @cached_property
     def inner(self) -> dict[str, str]:
-        """The tensors inside values, each with the name of that value.
-
-        Raises DamagedError for a missing one.
-        """
+        """The tensors inside values with the name of that value; raises DamagedError for a missing one."""
         found: dict[str, str] = {}
         for name, json in self.values.items():
             for leaf in references(json):
@@ -81,12 +77,6 @@ class BlobFile:
         """Whether two stored tensors of one form have the same bytes, by the header."""
         entries = self.header.entries
         return entries[self.specs.key_of(one)].digests == entries[self.specs.key_of(other)].digests
-
-    @undisturbed()
-    def fill(self, destinations: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill contiguous CPU tensors with whole stored leaves; raises DamagedError or StorageError."""
-        leaves = [(self.specs.key_of(leaf), memory_of(tensor)) for leaf, tensor in destinations]
-        self.fill_memories([key for key, _ in leaves], [memory for _, memory in leaves])
 
     @property
     def options(self) -> ReadOptions:
@@ -109,21 +99,21 @@ class BlobFile:
                 request = ReadRequest(self.specs.key_of(read.leaf), 0, spec.nbytes, memory)
                 straight.append((self.header, request))
             else:
-                boxes.append(BoxRead(_row(spec), _alone(spec.shape), read.target, memory))
+                own, whole_leaf = spec.alias_of or spec.name, Near((0,), ("",), ((False, whole(spec.shape)),))
+                form = (spec.dtype, spec.shape, spec.nbytes, "", spec.group, 0)
+                leaf = LeafRow(own, spec.blob, "tensor", spec.role, *form)
+                boxes.append(BoxRead(leaf, whole_leaf, read.target, memory))
         return ReadPlan(straight, BoxPlan(boxes, lambda leaf, node, key: self.header))
 
     def check_keys(self, keys: Sequence[str]) -> int:
-        """Verify all blocks of these entries; returns the number of bytes. Raises as `fill` does.
-
-        If blocks are not verified, it only checks that the file is unchanged.
-        """
+        """Verify all blocks of entries, or only that the file is unchanged; returns the number of bytes."""
         if not self.verify:
             self.header.check_in_place()
             return 0
         return check_portions(self.header.checks_whole(keys, ThreadMemory()), self.options)
 
     def fill_memories(self, keys: Sequence[str], memories: Sequence[Memory]) -> None:
-        """The same by stored keys, into memory of exactly their sizes."""
+        """Fill memory of exactly their sizes with whole entries; raises DamagedError or StorageError."""
         seen_twice(lambda: self.header.read_whole(keys, memories, self.options))
         if not self.verify:
             self.header.check_in_place()
@@ -262,16 +252,24 @@ class BlobLeaves(Mapping[str, LeafSpec]):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        """The index of each leaf in the list."""
         return dict(zip(self._names, range(len(self._names)), strict=True))
 
     def __getitem__(self, name: str) -> LeafSpec:
         found = self._made.get(name)
         if found is None:
-            number = self._numbers[name]
-            blob, role = self._blobs[number], self._roles[number]
-            describe = _plain_spec if name in self._plain else _spec
-            found = self._made[name] = describe(self._header, name, blob, _ROLES[role])
+            number, header = self._numbers[name], self._header
+            of = (name, self._blobs[number], _ROLES[self._roles[number]], MAIN_GROUP)
+            if name in self._plain:
+                form = header.entries.form(name)
+                found = LeafSpec(*of, "tensor", form.dtype, form.shape, form.nbytes)
+            elif name in header.values:
+                found = LeafSpec(*of, "value", None, (), 0)
+            else:
+                key = header.aliases.get(name)
+                entry = header.entries[key or encode_name(name)]
+                alias = None if key is None else entry.key.name
+                found = LeafSpec(*of, "tensor", entry.dtype.name, entry.shape, entry.nbytes, alias)
+            self._made[name] = found
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -288,22 +286,16 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         if self._all_plain and self._blobs == self._names and set(self._roles) <= _BLOBS:
             here = self._names
             return here if here == list(among) else [name for name in here if name in among]
-        times = Counter(self._blobs) if len(set(self._blobs)) < len(self._blobs) else None
+        times, able = Counter(self._blobs), self._plain & set(among)
         return [
             name
             for name, blob, role in zip(self._names, self._blobs, self._roles, strict=True)
-            if blob == name
-            and role in _BLOBS
-            and name in among
-            and name in self._plain
-            and (times is None or times[name] == 1)
+            if blob == name and role in _BLOBS and name in able and times[name] == 1
         ]
 
     def key_of(self, name: str) -> str:
         """The key under which the bytes of a leaf are stored."""
-        if name in self._header.aliases:
-            return encode_name(self[name].alias_of or name)
-        return encode_name(name)
+        return encode_name((self[name].alias_of or name) if name in self._header.aliases else name)
 
     def seal(self, values: Mapping[str, Json]) -> str:
         """`seal` of these leaves; raises KeyError, TypeError or ValueError for malformed ones."""
@@ -326,35 +318,5 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         return [next(rows) if own else row(self[name]) for name, own in zip(columns[0], here, strict=True)]
 
 
-def _row(spec: LeafSpec) -> LeafRow:
-    """A tensor of a blob file under its key, to read boxes of it."""
-    name = spec.alias_of or spec.name
-    return LeafRow(
-        name, spec.blob, "tensor", spec.role, spec.dtype, spec.shape, spec.nbytes, "", spec.group, 0
-    )
-
-
-def _alone(shape: tuple[int, ...]) -> Near:
-    """The stored parts of a leaf that is stored whole."""
-    return Near((0,), ("",), ((False, whole(shape)),))
-
-
 _ROLES = {str(role): role for role in Role}
 _BLOBS = frozenset((str(Role.TENSOR), str(Role.PARAMETER)))
-
-
-def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
-    """The spec of a leaf whose name is its key."""
-    form = header.entries.form(name)
-    return LeafSpec(name, blob, role, MAIN_GROUP, "tensor", form.dtype, form.shape, form.nbytes)
-
-
-def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
-    if name in header.values:
-        return LeafSpec(name, blob, role, MAIN_GROUP, "value", None, (), 0)
-    key = header.aliases.get(name)
-    entry = header.entries[key or encode_name(name)]
-    alias = None if key is None else entry.key.name
-    return LeafSpec(
-        name, blob, role, MAIN_GROUP, "tensor", entry.dtype.name, entry.shape, entry.nbytes, alias
-    )

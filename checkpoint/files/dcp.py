@@ -41,13 +41,13 @@ T = TypeVar("T")
 
 
 def write_dcp(directory: Path, content: Mapping[str, Any]) -> None:
-    """Have DCP save a flat state dict into an empty directory.
-
-    Raises BlobError for element types whose size DCP does not know, StorageError for any failure.
-    """
+    """Have DCP save a flat state dict into an empty directory; raises BlobError or StorageError."""
     for name, value in content.items():
-        if isinstance(value, torch.Tensor):
-            _check_sized(name, value.dtype)
+        if isinstance(value, torch.Tensor) and (dtype := value.dtype) is not torch.bool:
+            try:
+                (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype)
+            except (TypeError, RuntimeError, NotImplementedError) as error:
+                raise BlobError(f"{name}: DCP cannot save tensors of {dtype}: leave it out") from error
     # With more than one thread errors of the disk are lost: a save would seem to have worked.
     writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
     try:
@@ -114,15 +114,6 @@ def _replace(tree: Any, paths: Mapping[str, tuple[Any, ...]], tensors: Mapping[s
         node[last] = tensor
 
 
-def _check_sized(name: str, dtype: torch.dtype) -> None:
-    """Raise BlobError for an element type whose size DCP does not know."""
-    try:
-        if dtype is not torch.bool:
-            (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise BlobError(f"{name}: DCP cannot save tensors of {dtype}: leave it out") from error
-
-
 def _alone(work: Callable[[], T]) -> T:
     """Suppress DCP's warning that it runs in one process, which is intended."""
     with warnings.catch_warnings():
@@ -171,7 +162,15 @@ class DcpReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """Return all tensors, each as one chunk, and all values."""
-        known = {**self._tensors(), **dict.fromkeys(self._values(), BytesStorageMetadata())}
+        tensors, values = (set(_addresses(self._checkpoint, kind)) for kind in ("tensor", "value"))
+        known: dict[str, Any] = {}
+        for name, old in self._names.items():
+            if old in tensors:
+                handle = self._checkpoint[old]
+                chunk = ChunkStorageMetadata(torch.Size([0] * len(handle.shape)), handle.shape)
+                form = TensorProperties(dtype=handle.dtype)
+                known[name] = TensorStorageMetadata(form, handle.shape, [chunk])
+        known |= {name: BytesStorageMetadata() for name, old in self._names.items() if old in values}
         return Metadata(state_dict_metadata=known)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -219,17 +218,6 @@ class DcpReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _values(self) -> list[str]:
-        values = set(_addresses(self._checkpoint, "value"))
-        return [name for name, old in self._names.items() if old in values]
-
-    def _tensors(self) -> dict[str, Any]:
-        """Descriptions of all tensors by name."""
-        tensors = set(_addresses(self._checkpoint, "tensor"))
-        return {
-            name: _described(self._checkpoint[old]) for name, old in self._names.items() if old in tensors
-        }
-
 
 def _addresses(checkpoint: Checkpoint, *kinds: str) -> list[str]:
     """All leaves except random states; those that differ between nodes as `node:name`."""
@@ -245,12 +233,6 @@ def _addresses(checkpoint: Checkpoint, *kinds: str) -> list[str]:
             own = choose(manifest, f"{node}:*", kind, strict=False)
             found += [f"{node}:{name}" for name, _ in own if name not in shared]
     return [name for name in found if split_name(name, manifest.world.names)[1] not in left_out]
-
-
-def _described(handle: TensorHandle) -> TensorStorageMetadata:
-    """DCP's description of a tensor."""
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(handle.shape)), handle.shape)
-    return TensorStorageMetadata(TensorProperties(dtype=handle.dtype), handle.shape, [chunk])
 
 
 def _copy(handle: TensorHandle, item: ReadItem, target: torch.Tensor) -> None:

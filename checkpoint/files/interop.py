@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from torchrelay.checkpoint.files.tensor_files import (
 )
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.dtypes import by_name, memory_of
+from torchrelay.checkpoint.format.dtypes import all_dense, by_name, memory_of
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest, ShardRow
 from torchrelay.checkpoint.format.names import attempt_directory, manifest_path
@@ -86,7 +87,9 @@ def content_of(
     manifest = checkpoint.manifest
     tensors: dict[str, ExportedTensor] = {}
     ties: dict[str, str] = {}
-    chosen = _chosen(checkpoint, blobs, nodes)
+    chosen = (
+        _all_leaves(checkpoint, nodes) if blobs is None else _matching(manifest, pattern_list(blobs), nodes)
+    )
     # Older epochs contain names of wrappers.
     outside = without_prefix((name for name, _, _ in chosen), prefix, without_reserved)
     new_names = {name: new for new, name in outside.items()}
@@ -112,13 +115,8 @@ def content_of(
     return ExportContent(tensors, values, ties, tuple(dict.fromkeys(left)), own)
 
 
-def _chosen(
-    checkpoint: Checkpoint, blobs: str | Sequence[str] | None, nodes: Nodes
-) -> list[tuple[str, str | None, str]]:
-    """Names, nodes and kinds of the chosen leaves."""
-    if blobs is None:
-        return _all_leaves(checkpoint, nodes)
-    manifest, patterns = checkpoint.manifest, pattern_list(blobs)
+def _matching(manifest: Manifest, patterns: Sequence[str], nodes: Nodes) -> list[tuple[str, str | None, str]]:
+    """Names, nodes and kinds of the leaves that match."""
     found: list[tuple[str, str | None, str]] = []
     for pattern in patterns:
         hits = [
@@ -161,15 +159,6 @@ def _outgoing(checkpoint: Checkpoint, name: str, node: str | None, cast: Any) ->
 
 def _address(name: str, node: str | None) -> str:
     return name if node is None else f"{node}:{name}"
-
-
-def mapping_of(content: ExportContent, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """One flat mapping of tensors, the same objects for ties, and values."""
-    return {
-        **tensors,
-        **{name: tensors[kept] for name, kept in content.ties.items()},
-        **content.values,
-    }
 
 
 FORMATS = ("safetensors", "hf", "torch", "dcp")
@@ -242,7 +231,7 @@ def export_checkpoint(
         "safetensors": lambda at: write_safetensors(at, content.tensors, content.ties),
         "hf": lambda at: write_huggingface(at, content, shard_bytes),
         "torch": lambda at: write_torch_file(at, _mapped(content, at)),
-        "dcp": lambda at: _write_dcp(content, at),
+        "dcp": lambda at: _dcp().write_dcp(at, _mapped(content, at)),
     }
     nbytes = sum(tensor.nbytes for tensor in content.tensors.values())
     with progress(f"exporting epoch {checkpoint.manifest.position}", nbytes):
@@ -251,6 +240,10 @@ def export_checkpoint(
     left = (*content.left_out, *(name for name in content.values if name not in kept))
     tensors = len(content.tensors) + len(content.ties)
     return Exported(target, tensors, len(kept), nbytes, left, content.nodes)
+
+
+def _dcp() -> Any:
+    return import_module("torchrelay.checkpoint.files.dcp")
 
 
 def _mapped(content: ExportContent, at: Path) -> dict[str, Any]:
@@ -263,20 +256,12 @@ def _mapped(content: ExportContent, at: Path) -> dict[str, Any]:
         for piece in tensor.pieces():
             memory[at_byte : at_byte + len(piece)] = piece
             at_byte += len(piece)
-    return mapping_of(content, tensors)
-
-
-def _write_dcp(content: ExportContent, at: Path) -> None:
-    from torchrelay.checkpoint.files.dcp import write_dcp
-
-    write_dcp(at, _mapped(content, at))
+    ties = {name: tensors[kept] for name, kept in content.ties.items()}
+    return {**tensors, **ties, **content.values}
 
 
 def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:
-    """The leaves. Flat tensors belong to `blob`, or, if it is None, to the first part of their names.
-
-    Raises BlobError for what cannot be stored, UsageError for invalid names.
-    """
+    """The leaves. Flat tensors belong to `blob`, or, if it is None, to the first part of their names."""
     tree = incoming.tree
     if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
         raise UsageError(f"invalid top level {type(tree).__name__}: expected a mapping of names")
@@ -328,23 +313,15 @@ def _tied(leaves: list[Leaf]) -> list[Leaf]:
     first: dict[tuple[Any, ...], str] = {}
     found = []
     for leaf in leaves:
-        content = leaf.content
-        if isinstance(content, torch.Tensor) and leaf.alias_of is None and _dense(content):
+        content, kept = leaf.content, leaf.alias_of
+        if not isinstance(content, Value) and kept is None and all_dense([content]) and content.numel() > 0:
             place = (content.data_ptr(), content.dtype, content.shape, content.stride())
             kept = first.setdefault(place, leaf.name)
-            if kept != leaf.name:
-                leaf = Leaf(leaf.name, leaf.blob, leaf.role, leaf.group, content, kept)  # noqa: PLW2901
-        found.append(leaf)
+        found.append(leaf if kept in (leaf.name, leaf.alias_of) else replace(leaf, alias_of=kept))
     return found
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return plain and tensor.numel() > 0
-
-
 def _checked(leaves: list[Leaf], owners: Mapping[str, None]) -> list[Leaf]:
-    """The leaves, with valid and distinct names."""
     if not leaves:
         raise UsageError("nothing to import")
     check_blob_names(owners)
@@ -410,9 +387,15 @@ def import_checkpoint(
 
 def _imported(path: Path, target: Path | str, format: str, blob: str | None, *, trust: bool) -> Imported:
     made: list[tuple[int, int, int]] = []
+    readers: dict[str, Callable[[Path], Incoming]] = {
+        "torch": lambda scratch: Incoming(read_torch_file(path)),
+        "safetensors": lambda scratch: read_safetensors(path),
+        "hf": lambda scratch: read_huggingface(path),
+        "dcp": lambda scratch: _dcp().read_dcp(path, scratch, trust=trust),
+    }
 
     def make(temporary: Path) -> None:
-        leaves = leaves_from(_read(path, format, temporary, trust=trust), blob)
+        leaves = leaves_from(readers[format](temporary), blob)
         tensors = [spec_of(leaf) for leaf in leaves if not isinstance(leaf.content, Value)]
         stored = sum(spec.nbytes for spec in tensors if spec.alias_of is None)
         with progress(f"importing {path.name}", stored):
@@ -420,19 +403,6 @@ def _imported(path: Path, target: Path | str, format: str, blob: str | None, *, 
         made.append((len(tensors), len(leaves) - len(tensors), stored))
 
     return Imported(publish(target, make, directory=True), *made[0])
-
-
-def _read(path: Path, format: str, scratch: Path, *, trust: bool) -> Incoming:
-    """Read a source of this format."""
-    if format == "torch":
-        return Incoming(read_torch_file(path))
-    if format == "safetensors":
-        return read_safetensors(path)
-    if format == "hf":
-        return read_huggingface(path)
-    from torchrelay.checkpoint.files.dcp import read_dcp
-
-    return read_dcp(path, scratch, trust=trust)
 
 
 def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
@@ -450,7 +420,11 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
         shards = _shards(storage, plan, node, {leaf.name: leaf for leaf in leaves})
         inline = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
         manifest = compose(plan, lease, position, attempt_name, world_of([place]), shards, inline, Facts())
-        _commit(storage, log, manifest)
+        data, directory = codec.encode(manifest), attempt_directory(attempt_name)
+        storage.link_exclusive(manifest_path(attempt_name), data)
+        storage.sync_dir(directory)
+        of = (manifest.branch, position, attempt_name, len(data), sha256(data))
+        log.commit(CommittedPosition(*of, groups=manifest.groups, resumable=False))
     finally:
         log.release()
 
@@ -474,20 +448,3 @@ def _shards(
             rows.append(ShardRow(0, group, part, report.bytes, report.header_bytes, report.header_sha256))
         storage.sync_dir(directory)
     return rows
-
-
-def _commit(storage: LocalStorage, log: LogWriter, manifest: Manifest) -> None:
-    data = codec.encode(manifest)
-    storage.link_exclusive(manifest_path(manifest.tries[0]), data)
-    storage.sync_dir(attempt_directory(manifest.tries[0]))
-    log.commit(
-        CommittedPosition(
-            manifest.branch,
-            manifest.position,
-            manifest.tries[0],
-            len(data),
-            sha256(data),
-            groups=manifest.groups,
-            resumable=False,
-        )
-    )

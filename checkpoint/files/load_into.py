@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,12 +55,17 @@ def load_blobs_into(
     """
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint  # not for files of blobs
 
-    source: FileSource | EpochSource = (
-        FileSource(open_blob_file(where))
-        if Path(where).is_file()
-        else EpochSource(open_checkpoint(where, epoch=epoch), nodes)
-    )
-    kinds = {renamed(blob, rename): (blob, kind) for blob, kind in source.kinds().items()}
+    content: Callable[[str], Any]
+    load: Callable[..., LoadResult]
+    if Path(where).is_file():
+        file = FileSource(open_blob_file(where))
+        stored, content, load = file.kinds(), file.content, file.load
+    else:
+        checkpoint = open_checkpoint(where, epoch=epoch)
+        stored = {name: blob.kind for name, blob in checkpoint.blobs.items() if name != "rng"}
+        content = partial(_content_of, checkpoint, nodes)
+        load = partial(checkpoint.load, nodes=nodes)
+    kinds = {renamed(blob, rename): (blob, kind) for blob, kind in stored.items()}
     objects: dict[str, Any] = {}
     contents: dict[str, Any] = {}
     for name in _wanted(workspace, {new: kind for new, (_, kind) in kinds.items()}, names):
@@ -69,7 +74,7 @@ def load_blobs_into(
         if kind_of(held) != "value" or (is_container(held) and kind == "value"):
             objects[name] = held
         elif kind != "stateful":
-            contents[name] = source.content(blob)
+            contents[name] = content(blob)
         elif name in workspace:
             raise UsageError(f"no tensor or value {name!r}{nearest(name, kinds)}")
         else:
@@ -77,7 +82,7 @@ def load_blobs_into(
     left_out = pattern_list(exclude)
     result = LoadResult(())
     if objects:
-        result = source.load(objects, strict=strict, rename=rename, exclude=left_out, dtype=dtype)
+        result = load(objects, strict=strict, rename=rename, exclude=left_out, dtype=dtype)
     containers = {name: held for name, held in objects.items() if is_container(held)}
     workspace.update({**contents, **containers})
     return LoadResult((*result.loaded, *contents), result.missing, result.unexpected, result.bytes_read)
@@ -144,38 +149,13 @@ def _wanted(workspace: Workspace, kinds: Mapping[str, str], names: str | Iterabl
     return list(found)
 
 
-class EpochSource:
-    """A committed epoch; `nodes` chooses the node of leaves that differ."""
-
-    def __init__(self, checkpoint: Checkpoint, nodes: Nodes) -> None:
-        self.checkpoint = checkpoint
-        self.nodes = nodes
-
-    def kinds(self) -> dict[str, str]:
-        """Kinds by name, without the random states."""
-        return {name: blob.kind for name, blob in self.checkpoint.blobs.items() if name != "rng"}
-
-    def content(self, blob: str) -> Any:
-        """A tensor or value of the chosen node."""
-        node = self.nodes.get(blob) if isinstance(self.nodes, Mapping) else self.nodes
-        name = blob if node is None else f"{node}:{blob}"
-        if self.checkpoint.blobs[blob].kind == "tensor":
-            return self.checkpoint.load_tensors(name)[blob]
-        return self.checkpoint.value(name)
-
-    def load(
-        self,
-        objects: Mapping[str, Any],
-        *,
-        strict: bool,
-        rename: Rename | None,
-        exclude: Sequence[str],
-        dtype: Cast,
-    ) -> LoadResult:
-        """See `Checkpoint.load`."""
-        return self.checkpoint.load(
-            objects, strict=strict, rename=rename, nodes=self.nodes, exclude=exclude, dtype=dtype
-        )
+def _content_of(checkpoint: Checkpoint, nodes: Nodes, blob: str) -> Any:
+    """A tensor or value of the chosen node."""
+    node = nodes.get(blob) if isinstance(nodes, Mapping) else nodes
+    name = blob if node is None else f"{node}:{blob}"
+    if checkpoint.blobs[blob].kind == "tensor":
+        return checkpoint.load_tensors(name)[blob]
+    return checkpoint.value(name)
 
 
 class FileSource:
@@ -240,8 +220,17 @@ class FileSource:
         strict: bool,
     ) -> tuple[dict[str, str], dict[str, LeafSpec], Restoration]:
         """Stored names by new name, the leaves, and the restoration of all that is not in place."""
-        rest = in_place.rest(objects)
-        stored = self._stored_names(rest, rename)
+        rest, inner = in_place.rest(objects), self.file.inner
+        names: Iterable[str] = self.file.specs
+        if inner:  # tensors inside values keep their names
+            names = [name for name in names if name not in inner]
+        if rename is None:
+            found = {name: name for name in of_objects(names, rest)}
+        else:
+            renamed_to = renamed_all(names, rename)
+            found = {new: renamed_to[new] for new in of_objects(renamed_to, rest)}
+        trees = set(found.values())
+        stored = {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
         specs = self._specs(rest, stored)
         known = {spec.blob for spec in specs.values()}
         if strange := [name for name in rest if name not in known]:
@@ -257,35 +246,17 @@ class FileSource:
             kept |= {name for name, owner in owners.items() if owner and matches_any(owner, exclude)}
             specs = {name: spec for name, spec in specs.items() if name not in kept}
         values = {new: self.file.values[old] for new, old in stored.items() if old in self.file.values}
-
-        def same_content(one: str, other: str) -> bool:
-            return self.file.same_content(stored[one], stored[other])
-
         options = RestoreOptions(
             strict=strict,
             kept=kept,
             in_place=in_place.tensors,
             excluded=exclude,
-            same_content=same_content,
+            same_content=lambda one, other: self.file.same_content(stored[one], stored[other]),
             cast=lambda name: cast_of(name, dtype),
         )
         plan = restoration(objects, specs, values, options)
         check_changed(plan.replaced, objects, "torchrelay.load_blobs(path, {0})[{0}]")
         return stored, specs, plan
-
-    def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
-        """Stored names by new name of the objects' leaves; tensors inside values keep theirs."""
-        inner = self.file.inner
-        named: Iterable[str] = self.file.specs
-        if inner:
-            named = [name for name in named if name not in inner]
-        if rename is None:
-            found = {name: name for name in of_objects(named, objects)}
-        else:
-            renamed_to = renamed_all(named, rename)
-            found = {new: renamed_to[new] for new in of_objects(renamed_to, objects)}
-        trees = set(found.values())
-        return {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
 
     def _specs(self, objects: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, LeafSpec]:
         inner = self.file.inner

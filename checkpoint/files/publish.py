@@ -96,7 +96,6 @@ def _is_old(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file or directory."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -145,7 +144,6 @@ def check_free(place: Path | str, *, overwrite: bool = False, directory: bool = 
 
 
 def _taken(place: Path | str) -> UsageError:
-    """The error for a name that exists."""
     return UsageError(f"{place} exists already: choose another name, or overwrite=True (--overwrite)")
 
 
@@ -204,7 +202,6 @@ def _name(temporary: Path, place: Path, *, overwrite: bool) -> None:
 
 
 def _name_several(folder: Path, place: Path, *, overwrite: bool) -> None:
-    """Give several files their names."""
     others = [one.rename(place.with_name(one.name)) for one in folder.iterdir() if one.name != place.name]
     try:
         _name(folder / place.name, place, overwrite=overwrite)
@@ -215,51 +212,36 @@ def _name_several(folder: Path, place: Path, *, overwrite: bool) -> None:
 
 
 def _sync_tree(path: Path) -> None:
-    """Make a directory tree durable."""
-    for folder, _, files in os.walk(path, topdown=False):
-        for name in files:
-            _sync(Path(folder, name))
-        sync_directory(Path(folder))
-    if path.is_file():
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Make a file or directory durable."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    for one in [*path.rglob("*"), path]:
+        if one.is_dir():
+            sync_directory(one)
+            continue
+        with one.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _send(
     url: str, write: Callable[[Path], object], *, overwrite: bool, directory: bool, several: bool
 ) -> None:
-    """Upload a file or directory."""
     storage, name = object_at(url, "the target")
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as scratch:
         made = Path(scratch) / "made"
         if directory or several:
             made.mkdir()
         write(made)
-        files = sorted((one for one in made.rglob("*") if one.is_file()), key=_told_last) or [made]
-        if several:
-            files.sort(key=lambda one: one.name == name)
+        files = sorted(one for one in made.rglob("*") if one.is_file()) or [made]
+        # An index after the files in it, the log of an epoch after its files.
+        files.sort(key=lambda one: one.suffix == ".json" or one.name == ".metadata")
+        files.sort(key=lambda one: one.name == name if several else one.parent.name == "log")
         for file in files:
             path = "/".join([*([] if several else [name]), *file.relative_to(made).parts])
             with file.open("rb") as data:
                 storage.put_file(path, data, file.stat().st_size, create=path == name and not overwrite)
 
 
-def _told_last(file: Path) -> tuple[bool, bool, str]:
-    """Sort key: an index after the files in it, and the log of an epoch after its files."""
-    return file.parent.name == "log", file.suffix == ".json" or file.name == ".metadata", str(file)
-
-
 @contextmanager
 def fetched(place: Path | str, what: str) -> Iterator[Path]:
-    """A path itself; for a URL a local copy of the object or of all below it.
-
-    Errors of the copy name the URL. Raises UsageError if nothing exists there.
-    """
+    """A path itself; for a URL a local copy, whose errors name the URL. Raises UsageError for nothing."""
     if isinstance(place, Path):
         yield place
         return

@@ -39,6 +39,7 @@ from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, 
 from torchrelay.jobs.runtime import check_file
 from torchrelay.records import dataclass
 
+_ZIP = b"PK\x03\x04"
 _PROTOCOL = b"\x80"
 """First bytes of files of torch before 1.6, and of later ones in the same format."""
 
@@ -51,7 +52,8 @@ def read_torch_file(path: Path) -> Any:
     """
     check_file(path, "a file of torch.save")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
+        mapped = _beginning(path) == _ZIP  # not files of torch before 1.6
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile file can make the unpickler raise anything
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: torch seeks where nothing is
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
@@ -90,27 +92,19 @@ def saved_bytes(value: Any) -> io.BytesIO:
 
 def _why_not(path: Path, error: Exception) -> str:
     """Why a file was refused, without torch's advice to run its code."""
-    if not (_mappable(path) or _beginning(path).startswith(_PROTOCOL)):
+    if not _beginning(path).startswith((_ZIP, _PROTOCOL)):
         return "not a file of torch.save: give its format (--from)"
-    if type(error).__name__ != "UnpicklingError":
-        return f"not a file of torch.save, or a damaged one: {_reason(error)}"
-    return f"not a file of torch.save that can be read without running its code: {_reason(error)}"
-
-
-def _reason(error: Exception) -> str:
-    """The reason in torch's error."""
     text = str(error)
     refused = re.search(r"Unsupported [^.]*: ?(?:GLOBAL )?[\w.]+", text)
     if refused is not None:
-        return f"{refused[0]}; save tensors, numbers, texts and containers of these (a state_dict)"
-    told = re.search(r"WeightsUnpickler error:\s*([^\n]*)", text)  # surrounded by torch's advice
-    first = " ".join((told[1] if told else text.partition("\n")[0]).split())
-    return f"{type(error).__name__} {first}".rstrip()[:200]
-
-
-def _mappable(path: Path) -> bool:
-    """Whether the file can be mapped; files of torch before 1.6 cannot."""
-    return _beginning(path) == b"PK\x03\x04"
+        reason = f"{refused[0]}; save tensors, numbers, texts and containers of these (a state_dict)"
+    else:
+        own = re.search(r"WeightsUnpickler error:\s*([^\n]*)", text)  # surrounded by torch's advice
+        first = " ".join((own[1] if own else text.partition("\n")[0]).split())
+        reason = f"{type(error).__name__} {first}".rstrip()[:200]
+    if type(error).__name__ != "UnpicklingError":
+        return f"not a file of torch.save, or a damaged one: {reason}"
+    return f"not a file of torch.save that can be read without running its code: {reason}"
 
 
 def _beginning(path: Path) -> bytes:
@@ -123,10 +117,7 @@ Shapes = Mapping[str, tuple[ElementType, tuple[int, ...]]]
 
 
 def mapped_tensors(directory: Path, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Tensors in an unnamed file in `directory`, deleted with the last of them.
-
-    The kernel writes their pages to disk when memory is short. Raises StorageError if the disk is full.
-    """
+    """Tensors in an unnamed file in `directory`, deleted with the last; raises StorageError if full."""
     places: dict[str, int] = {}
     end = 0
     for name, (element, shape) in shapes.items():
@@ -195,10 +186,7 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class ExportContent:
-    """What is exported, by new name. `ties` are further names of tensors; `left_out` is not exported.
-
-    `nodes` has the node whose value is taken, for leaves that differ between nodes.
-    """
+    """What is exported, by new name; `ties` are further names, `nodes` those whose own value is taken."""
 
     tensors: Mapping[str, ExportedTensor]
     values: Mapping[str, Any]
@@ -209,10 +197,7 @@ class ExportContent:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What is imported: a tree of mappings, sequences, values and CPU tensors, mostly mapped files.
-
-    `ties` are names at the top level for the tensor of another one.
-    """
+    """An imported tree of CPU tensors, values and containers; `ties` are further names at the top level."""
 
     tree: Mapping[str, Any]
     ties: Mapping[str, str] = field(default_factory=dict)
@@ -231,16 +216,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, ExportedTensor], ties: M
             )
     entries = ((name, one.element.code, one.shape, one.nbytes) for name, one in ordered)
     header = safetensors_header(entries, {"format": "pt", **ties}, _ALIGNMENT)
-    with path.open("xb", buffering=0) as file:
-        _write(file, memoryview(header))
+    with path.open("xb") as file:
+        file.write(header)
         for _, tensor in ordered:
-            for piece in tensor.pieces():
-                _write(file, piece)
-
-
-def _write(file: Any, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]
+            file.writelines(tensor.pieces())
 
 
 def read_safetensors(path: Path) -> Incoming:
@@ -292,7 +271,14 @@ _INDEX_LIMIT = 256 << 20
 
 def write_huggingface(directory: Path, content: ExportContent, shard_bytes: int) -> None:
     """Write files of at most `shard_bytes` of data (or one tensor), and an index for several."""
-    shards = _shards(content, shard_bytes)
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, tensor in content.tensors.items():
+        if shards[-1] and used + tensor.nbytes > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += tensor.nbytes
     if len(shards) == 1:
         write_safetensors(directory / ONE, content.tensors, content.ties)
         return
@@ -305,18 +291,6 @@ def write_huggingface(directory: Path, content: ExportContent, shard_bytes: int)
     total = sum(tensor.nbytes for tensor in content.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (directory / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _shards(content: ExportContent, shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, tensor in content.tensors.items():
-        if shards[-1] and used + tensor.nbytes > shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += tensor.nbytes
-    return shards
 
 
 def read_huggingface(directory: Path) -> Incoming:

@@ -160,14 +160,6 @@ def as_copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if str(tensor.dtype).removeprefix("torch.") in _RAW_BYTES else tensor
 
 
-def copied_bytes(tensor: torch.Tensor, name: str) -> bytes:
-    """A copy of `stored_bytes`: quicker for small tensors than a view of their memory."""
-    check_dense(tensor, name)
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return bytes(stored_bytes(tensor, name))
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable 1-D bytes; the view keeps it alive."""
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -255,10 +247,7 @@ def digests_of(blocks: Iterable[bytes | Memory]) -> bytes:
 
 
 def first_damaged_block(view: memoryview, digests: bytes | memoryview) -> int | None:
-    """Compare whole blocks (the last may be the tensor's short end) with their digests.
-
-    Returns the index within `view` of the first block that differs, None if all are equal.
-    """
+    """The first of the whole blocks of `view` that differs from its digest; None if all are equal."""
     found = block_digests(view)
     if found == digests:
         return None

@@ -184,7 +184,7 @@ def test_a_file_that_ends_early_names_the_entry(tmp_path):
     file = from_files.open_blob_file(path)
     path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises(RelayError, match=r"ends inside of t\.7"):
-        file.fill((f"t.{number}", torch.zeros(100)) for number in range(9))
+        file.fill_memories([f"t.{number}" for number in range(9)], [bytearray(400) for _ in range(9)])
 
 
 def test_what_is_usual_is_in_place_and_read_with_few_calls(tmp_path, monkeypatch):

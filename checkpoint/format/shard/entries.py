@@ -36,7 +36,7 @@ from torchrelay.checkpoint.format.names import (
     encode_name,
     format_key,
     format_keys,
-    none_kept,
+    none_reserved,
 )
 from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.records import Json, dataclass
@@ -130,10 +130,7 @@ def picked(items: Sequence[T], numbers: Sequence[int]) -> Sequence[T]:
 
 
 def described(keys: Sequence[Key], types: Iterable[str], shapes: Sequence[tuple[int, ...]]) -> Entries:
-    """The columns of tensors and pieces of leaves of these types and shapes, without data yet.
-
-    Raises BlobError for a name that cannot be a key, or an empty piece.
-    """
+    """The columns of pieces of leaves, without data yet; raises BlobError for an invalid or empty piece."""
     texts = format_keys(keys)
     forms = list(map(form_of, types, map(piece_shape, keys, shapes)))
     odd = [form.raw or type(key) is not Whole for form, key in zip(forms, keys, strict=True)]
@@ -180,11 +177,7 @@ def _extents(box: Bounds, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 class StoredEntry(NamedTuple):
-    """One tensor or piece in a file.
-
-    `dtype` and `shape` are those of the whole leaf, `start` and `stop` bytes of the file, `digests` one
-    xxh3-128 per block.
-    """
+    """A tensor or piece from `start` to `stop` of a file; `dtype` and `shape` are those of the whole leaf."""
 
     key: Key
     dtype: ElementType
@@ -404,7 +397,7 @@ def _columns(text: str, at: int, stop: int) -> tuple[dict[str, int], StoredColum
         edges += ends[1:]
     _check_as_it_is(keys)
     numbers = dict(zip(keys, range(len(keys)), strict=True))
-    if len(numbers) < len(keys) or not none_kept(numbers):
+    if len(numbers) < len(keys) or not none_reserved(numbers):
         raise ValueError("a key that occurs twice or is invalid")
     blocks = first_blocks([form.nbytes for form in forms])
     return numbers, StoredColumns(forms, edges[:-1], edges[1:], blocks)
@@ -427,10 +420,7 @@ def _form(text: str) -> EntryForm:
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """The list of leaves of a blob file if each is a blob by itself, in the same role.
-
-    No name has a character that JSON would escape.
-    """
+    """The list of leaves of a blob file if each is a blob by itself, in the same role, without escapes."""
 
     names: list[str]
     role: str

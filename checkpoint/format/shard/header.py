@@ -129,7 +129,7 @@ def _metadata(part: ShardPart) -> bytes:
 
 def entry_cost(key: str, form: EntryForm, piece: Json) -> int:
     """Upper bound of the bytes that an entry takes in the header, by which parts are cut."""
-    text = len(f"{canonical_json.word(key)}:{form.text}{10**17},{10**17}]}}".encode())
+    text = len(f"{_quoted(key)}:{form.text}{10**17},{10**17}]}}".encode())
     said = canonical_json.dumps({key: piece})
     digests = 4 * (dtypes.SIZE * form.blocks // 3 + 1)
     return text + len(_quoted(said.decode()).encode()) + digests + 2

@@ -102,10 +102,7 @@ def _consistent(storage: Storage, path: str, size: int) -> bytes:
 
 
 class ShardHeader:
-    """A shard whose header was verified; returns verified bytes of its entries.
-
-    One mismatch raises; the caller reads again to distinguish damage on disk from damage in transfer.
-    """
+    """A shard whose header was verified; returns verified bytes of its entries. One mismatch raises."""
 
     def __init__(self, storage: Storage, path: str, content: ShardContent, header_digests: bytes) -> None:
         self.path = path
@@ -154,11 +151,7 @@ class ShardHeader:
                 position = end
 
     def read_many(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> None:
-        """Do many reads, begun in file order; small neighbouring entries are read together.
-
-        Several threads share large ones. Each takes at most 9 MiB of memory beyond the destinations. Raises
-        as `read_into` does.
-        """
+        """Do many reads, begun in file order; small neighbouring entries are read together."""
         found = self.portions(requests, options)
         read_portions(found, sum(one.nbytes for one in found), options)
 
@@ -194,10 +187,7 @@ class ShardHeader:
     def read_whole(
         self, keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions = PLAIN
     ) -> None:
-        """Fill the memory (1-D bytes) of each key with its whole entry.
-
-        As `read_many`, but much faster for many small entries. Raises as it does.
-        """
+        """Fill the memory of each key with its whole entry, much faster than `read_many` for small ones."""
         if not self.entries.in_columns:
             pairs = zip(keys, memories, strict=True)
             self.read_many([ReadRequest(key, 0, len(one), memoryview(one)) for key, one in pairs], options)
@@ -228,10 +218,7 @@ class ShardHeader:
         read_portions(found, sum(one.nbytes for one in found), options)
 
     def checks(self, requests: Iterable[ReadRequest], memory: ThreadMemory) -> list[Portion]:
-        """Portions that verify every block of these bytes, each once, and keep nothing: see `read_many`.
-
-        The destinations of the requests are ignored.
-        """
+        """Portions that verify every block of these bytes once; the destinations are ignored."""
         spans: dict[str, list[Span]] = {}
         for one in requests:
             if not 0 <= one.start <= one.stop <= self.entry(one.key).nbytes:
@@ -280,10 +267,7 @@ class ShardHeader:
     def read_passing(
         self, handle: ReadHandle, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions
     ) -> Iterator[memoryview]:
-        """Verified bytes of ascending spans of an entry, each valid until the next is requested.
-
-        Whole blocks are read, each once. Raises as `read_into` does.
-        """
+        """Verified bytes of ascending spans of an entry, each valid until the next is requested."""
         entry = self.entry(key)
         for start, stop in spans:
             if not 0 <= start <= stop <= entry.nbytes:
@@ -349,10 +333,7 @@ class ShardHeader:
             raise DamagedError(f"{self.path} was replaced while it was read: read it again")
 
     def verify(self) -> int:
-        """Read and verify all data in bounded memory; returns the number of bytes. Raises DamagedError.
-
-        It leaves bytes out of the page cache that were not there, so that this keeps what others use.
-        """
+        """Verify all data in bounded memory; returns the number of bytes. Leaves the page cache as it was."""
         scratch = memoryview(
             bytearray(min(self._run, max((e.nbytes for e in self.entries.values()), default=0)))
         )

@@ -120,10 +120,7 @@ EACH = 4 << 20
 
 
 def each(work: Callable[[T], None], items: Iterable[T], nbytes: int, threads: int) -> None:
-    """Call `work` with every item, begun in order; the first error ends it and is raised.
-
-    No thread is active any more when this returns or raises, so destinations are free again.
-    """
+    """Call `work` with every item by threads, begun in order; all have ended when this returns or raises."""
 
     def run(mine: Iterator[T]) -> None:
         for item in mine:
@@ -183,11 +180,7 @@ def once(read: Callable[[], None]) -> None:
 def read_portions(
     portions: Iterable[Portion], nbytes: int, options: ReadOptions, attempt: Attempt = once
 ) -> None:
-    """Read all portions, begun in order and each by `attempt`; the first error ends it and is raised.
-
-    `nbytes` is their approximate total. The number of threads depends on where the first portions are: a
-    later process may find them in the page cache. A lazy iterable is consumed by whichever thread is free.
-    """
+    """Read all portions, of about `nbytes`, each by `attempt`; the first error ends it and is raised."""
     coming = iter(portions)
     first = next(coming, None)
     if first is None:
@@ -221,10 +214,7 @@ FAR_BYTES = 8 * BLOCK
 
 @dataclass(frozen=True)
 class EntryBatch:
-    """Entries of a file in its order, none empty, with their destinations, if any.
-
-    Bytes between entries that are not adjacent are read and dropped.
-    """
+    """Entries of a file in its order, none empty, with their destinations, if any."""
 
     path: str
     entries: StoredEntries
@@ -340,10 +330,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Passage:
-    """How an entry of `size` bytes is read: whole blocks of `block` bytes, and how far beyond a span.
-
-    Later spans are read with one, up to `far` bytes at once, if no gap is wider than `gap`.
-    """
+    """How an entry is read: whole blocks, and up to `far` bytes at once across gaps of `gap` bytes."""
 
     size: int
     block: int
@@ -379,10 +366,7 @@ class Passing:
     def over(
         self, spans: Sequence[Span], passage: Passage, read: Callable[[int, memoryview], None]
     ) -> Iterator[memoryview]:
-        """The bytes of each span, valid until the next is requested; `read` fills memory from a byte on.
-
-        Spans are in the order of their first bytes, and inside of the entry.
-        """
+        """The bytes of each span, in order, valid until the next is requested; `read` fills memory."""
         first = end = 0  # the range of the entry in memory
         for number, span in enumerate(spans):
             if span[1] > end:

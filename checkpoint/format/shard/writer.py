@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import xxhash
 
@@ -56,14 +56,10 @@ GATHER = BLOCK
 """Entries below this size are copied together into extents of about this size."""
 PROBE = 4096
 """The first bytes of an entry of more than a block that have a separate digest, in memory only."""
-Bytes = TypeVar("Bytes", bytes, memoryview)
 
 
 class Extent(NamedTuple):
-    """Bytes that are contiguous in the file and in memory; `slot` is the index of their first digest.
-
-    If it needs `hashing`, its blocks begin with it.
-    """
+    """Bytes contiguous in the file and in memory; `slot` is the index of the first digest."""
 
     data: memoryview
     slot: int
@@ -87,11 +83,7 @@ class Segment:
 
 
 class Digests:
-    """The digests of all blocks of a part in the order of keys, filled in any order.
-
-    `probes` are those of the first bytes of entries of more than a block, by key, with which a later save
-    detects most changes early.
-    """
+    """The digests of all blocks of a part, filled in any order; `probes` are those of first bytes, by key."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
@@ -127,10 +119,7 @@ class Digests:
 
 
 def extents(entries: Entries, digests: Digests, seconds: Clock) -> Iterator[Extent]:
-    """The bytes of all entries; small ones are collected and hashed on the way.
-
-    Raises BlobError for data that do not match the entry.
-    """
+    """The bytes of all entries, small ones collected and hashed; raises BlobError for another size."""
     ends, slots = list(accumulate(entries.sizes)), first_blocks(entries.sizes)
     for numbers in _runs(entries.sizes, ends):
         first = numbers.start
@@ -162,7 +151,6 @@ def _runs(sizes: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
 
 
 def _copy(entries: Entries, numbers: range) -> bytes:
-    """The bytes of small entries, concatenated."""
     found: list[bytes] = []
     for at in range(numbers.start, numbers.stop, AT_ONCE):
         some = range(at, min(at + AT_ONCE, numbers.stop))
@@ -170,10 +158,9 @@ def _copy(entries: Entries, numbers: range) -> bytes:
         memories: Sequence[Memory] = data if entries.in_memory else ()
         if not entries.in_memory and all_dense(data) and all_in_order(data):
             memories = memories_of(data)
-        if memories and list(map(len, memories)) == entries.sizes[some.start : some.stop]:
-            found.append(b"".join(memories))
-        else:
-            found += [_small(entries, number) for number in some]
+        if not memories or list(map(len, memories)) != entries.sizes[some.start : some.stop]:
+            memories = [_bytes_of(entries, number) for number in some]
+        found.append(b"".join(memories))
     return found[0] if len(found) == 1 else b"".join(found)
 
 
@@ -204,29 +191,15 @@ def blocks(segment: Segment) -> Iterator[Slice]:
             start = end
 
 
-def _small(entries: Entries, number: int) -> bytes:
-    data = entries.data[number]
-    if isinstance(data, memoryview):
-        return bytes(_bytes_of(entries, number))
-    return _of_right_size(dtypes.copied_bytes(data, entries.keys[number]), entries, number)
-
-
 def _bytes_of(entries: Entries, number: int) -> memoryview:
-    data = entries.data[number]
-    if entries.in_memory:
+    data, key, form = entries.data[number], entries.keys[number], entries.forms[number]
+    if entries.in_memory or isinstance(data, memoryview):
         view = memoryview(data).cast("B")
-    elif isinstance(data, memoryview):
-        view = data.cast("B") if data.format != "B" else data
     else:
-        view = dtypes.stored_bytes(data, entries.keys[number])
-    return _of_right_size(view, entries, number)
-
-
-def _of_right_size(data: Bytes, entries: Entries, number: int) -> Bytes:
-    key, form = entries.keys[number], entries.forms[number]
-    if len(data) != form.nbytes:
-        raise BlobError(f"{key}: {len(data)} bytes were given for {form.dtype} of shape {list(form.shape)}")
-    return data
+        view = dtypes.stored_bytes(data, key)
+    if len(view) != form.nbytes:
+        raise BlobError(f"{key}: {len(view)} bytes were given for {form.dtype} of shape {list(form.shape)}")
+    return view
 
 
 BOUNCE_SIZE = 4 << 20
@@ -247,10 +220,7 @@ class Pool:
         self._left = threading.Semaphore(limit)
 
     def touch(self, count: int) -> None:
-        """Allocate so many buffers in advance, so that the first save need not wait for new memory.
-
-        Those in use count, too. Raises StorageError without enough memory.
-        """
+        """Allocate so many buffers in advance, those in use included; raises StorageError without memory."""
         while self._made < min(count, self._limit):
             memory = self._new()
             # Avoids page faults later; without the GIL.
@@ -292,10 +262,7 @@ def pool() -> Pool:
 
 
 def copy(room: memoryview, at: int, data: memoryview) -> int:
-    """Copy bytes into a buffer, without the GIL if they are writable; returns their number.
-
-    Read-only bytes hold the GIL, so pass at most a block at a time.
-    """
+    """Copy bytes into a buffer; without the GIL if writable, so pass at most a block of read-only ones."""
     if data.readonly or len(data) < _SMALL:
         room[at : at + len(data)] = data
     else:
