@@ -18,10 +18,10 @@ from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.inspect.contents import (
     CAN_BE_BAD,
     CHUNK_BYTES,
-    Buffer,
     Epoch,
     LeafPart,
     NodeLeaf,
+    PartReader,
     parts,
 )
 from torchrelay.checkpoint.load.verify import Verification, VerificationStatus, verify_epoch
@@ -60,10 +60,7 @@ _LEVEL = 0.01
 
 @dataclass(frozen=True)
 class Jump:
-    """Value number `at` is a jump; the change from the one before, the usual change, and the spread.
-
-    The three are None if the value is NaN or Inf.
-    """
+    """Value number `at` is a jump: its change, the usual one, the spread; None for NaN or Inf."""
 
     at: int
     change: float | None = None
@@ -72,10 +69,7 @@ class Jump:
 
 
 def first_jump(values: Sequence[float], factor: float = FACTOR) -> Jump | None:
-    """The first jump of a row of values; None without one.
-
-    The first `LEAST` changes are never a jump unless they lead to NaN or Inf, because nothing is usual yet.
-    """
+    """The first jump of a row; until `LEAST` changes nothing is usual, so that only NaN and Inf are."""
     for at, value in enumerate(values):
         if not math.isfinite(value):
             return Jump(at)
@@ -195,7 +189,6 @@ def _absent(history: History, happened: tuple[Happening, ...]) -> tuple[str, str
 def _standing(
     view: LogView, start: ResumePreview, entry: CommittedPosition, happened: tuple[Happening, ...]
 ) -> tuple[str, str]:
-    """Standing and reason of an entry."""
     if not entry.healthy:
         return "quarantined", _last(happened, "quarantine", "the record with the reason was deleted")
     if entry.key not in {one.key for one in view.line()}:
@@ -217,7 +210,6 @@ def _standing(
 
 
 def _last(happened: tuple[Happening, ...], kind: str, otherwise: str) -> str:
-    """Text of the last event of a kind."""
     found = next((one for one in reversed(happened) if one.kind == kind), None)
     return otherwise if found is None else f"{found.text}, {found.when}"
 
@@ -257,27 +249,24 @@ class BadElementSearch:
         self._statistics = statistics
         self._patterns, self._nan_only = patterns, nan_only
         self._good: set[tuple[str, bytes]] = set()
-        self._buffer = Buffer()
 
     def bad_leaves(self, epoch: Epoch) -> list[BadLeaf]:
-        """All leaves that have a NaN or Inf, in the order of the manifest; deleted leaves are skipped.
-
-        Raises DamagedError, naming file, leaf and block, or StorageError.
-        """
+        """All leaves with a NaN or Inf, except deleted ones, in the manifest's order; raises DamagedError."""
         self.loads += 1
         there = (item for item in epoch.chosen(self._patterns).values() if not epoch.gone(item))
         able = (item for item in there if item.tensor and item.leaf.dtype in CAN_BE_BAD)
-        return [bad for item in able if (bad := self._look(epoch, item)) is not None]
+        reader = PartReader(epoch)
+        return [bad for item in able if (bad := self._look(reader, item)) is not None]
 
-    def _look(self, epoch: Epoch, item: NodeLeaf) -> BadLeaf | None:
+    def _look(self, reader: PartReader, item: NodeLeaf) -> BadLeaf | None:
         leaf, dtype = item.leaf, str(item.leaf.dtype)
         nan = inf = 0
         firsts: list[int] = []
-        for part in parts(epoch, item):
+        for part in parts(reader.epoch, item):
             for start, stop in self._unknown(part, dtype):
                 first: int | None = None
                 at = start // part.item_bytes
-                data = self._buffer.filled(epoch, part, start, stop)
+                data = reader.filled(part, start, stop)
                 for values in self._statistics.steps(data, part.item_bytes, dtype):
                     more_nan, more_inf, place = self._statistics.bad_in(values, nan_only=self._nan_only)
                     nan, inf = nan + more_nan, inf + more_inf

@@ -22,10 +22,7 @@ from torchrelay.records import Json, dataclass
 
 @dataclass(frozen=True)
 class NodeLeaf:
-    """A leaf of the node with number `owner`; None if all nodes share it.
-
-    `name` is the leaf's, or `trainer_1:total` if it differs between nodes.
-    """
+    """A leaf, named `trainer_1:total` if nodes differ, of the node `owner`; None if all nodes share it."""
 
     name: str
     row: int
@@ -101,10 +98,7 @@ class Epoch:
 
 
 def open_epoch(storage: Storage, entry: CommittedPosition) -> Epoch:
-    """Verify record and manifest; files are verified when they are needed.
-
-    Raises DamagedError or StorageError.
-    """
+    """Verify record and manifest; files are verified when needed. Raises DamagedError or StorageError."""
     manifest, shards = verify_epoch(storage, entry, want=()).check()
     return Epoch(LeafReader(storage, manifest, shards), tuple(entry.groups))
 
@@ -204,38 +198,16 @@ def parts(epoch: Epoch, item: NodeLeaf) -> list[LeafPart]:
     return found
 
 
-class Buffer:
-    """Memory that is reused for every read of up to `CHUNK_BYTES`."""
-
-    def __init__(self) -> None:
-        self._memory = bytearray()
-
-    def filled(self, epoch: Epoch, part: LeafPart, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a part, verified; valid until the next call.
-
-        Raises DamagedError naming file, key and block, or StorageError.
-        """
-        if len(self._memory) < stop - start:
-            self._memory = bytearray(stop - start)
-        view = memoryview(self._memory)[: stop - start]
-        if view:
-            epoch.reader.read_stored(part.header, [ReadRequest(part.key, start, stop, view)])
-        return view
-
-
 class PartReader:
-    """Bytes of an epoch: small parts are read together in advance, others on demand."""
+    """Bytes of an epoch: small parts are read together in advance, others on demand into one memory."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch
-        self.buffer = Buffer()
+        self._memory = bytearray()
         self._held: dict[tuple[str, str], memoryview] = {}
 
     def fetch(self, wanted: Iterable[LeafPart]) -> None:
-        """Read small parts completely, neighbours with one read; releases earlier ones.
-
-        Raises as `Buffer.filled` does.
-        """
+        """Read small parts completely, neighbours with one read; releases earlier ones."""
         self._held = {}
         files: dict[str, tuple[ShardHeader, list[ReadRequest]]] = {}
         for part in wanted:
@@ -247,9 +219,15 @@ class PartReader:
             self.epoch.reader.read_stored(header, requests)
 
     def filled(self, part: LeafPart, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a part, verified; valid until the next call. Raises as `fetch` does."""
-        held = self._held.get((part.header.path, part.key))
-        return self.buffer.filled(self.epoch, part, start, stop) if held is None else held[start:stop]
+        """Bytes [start, stop) of a part, valid until the next call; raises DamagedError or StorageError."""
+        if (held := self._held.get((part.header.path, part.key))) is not None:
+            return held[start:stop]
+        if len(self._memory) < stop - start:
+            self._memory = bytearray(stop - start)
+        view = memoryview(self._memory)[: stop - start]
+        if view:
+            self.epoch.reader.read_stored(part.header, [ReadRequest(part.key, start, stop, view)])
+        return view
 
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32")

@@ -50,10 +50,7 @@ class Strip:
     count: int
 
     def unequal(self) -> list[Suspect]:
-        """Elements of the strip, relative to its start, that digests do not show to be equal.
-
-        Digests can be compared for blocks that are whole and at the same place in both parts.
-        """
+        """Elements, relative to the start, that digests of blocks at equal places do not show to be equal."""
         width = self.a.item_bytes
         start, shift = self.a_at * width, (self.b_at - self.a_at) * width
         stop = start + self.count * width
@@ -86,10 +83,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of the leaf that is stored in different orders in two parts.
-
-    `a_source` and `b_source` are the boxes that hold it, which begin at these elements of their parts.
-    """
+    """A box of the leaf in different orders in two parts, within boxes that begin at these elements."""
 
     a: LeafPart
     b: LeafPart
@@ -274,5 +268,5 @@ class Comparison:
         from torchrelay.checkpoint.inspect.statistics import gathered, small_boxes
 
         for box in small_boxes(of.a, of.a_source, of.a_first, of.box):
-            a = gathered(self._a.epoch, of.a, of.a_source, of.a_first, box, self._a.buffer)
-            yield a, gathered(self._b.epoch, of.b, of.b_source, of.b_first, box, self._b.buffer)
+            a = gathered(self._a, of.a, of.a_source, of.a_first, box)
+            yield a, gathered(self._b, of.b, of.b_source, of.b_first, box)

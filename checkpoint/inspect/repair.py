@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from typing import Literal
 
@@ -93,7 +94,12 @@ def take_inventory(storage: Storage) -> Inventory:
     history = read_history(storage, job.uuid, newest)
     lost = lost_bases(storage, history)
     findings = [Finding("mend", "job file", job_file.JOB_PATH, one) for one in job.notices]
-    findings += [_lost(one) for one in lost]
+    for one in lost:
+        if one.data is None:
+            text = f"{one.reason}; its content is unknown: restore it from a copy"
+            findings.append(Finding("keep", "lost base", one.ref.path, text))
+        else:
+            findings.append(Finding("mend", "base", one.ref.path, f"{one.reason}; it can be recreated"))
     findings += [
         Finding("keep", "damaged record", path, "damaged: left unchanged, because newer ones have the state")
         for path in history.damaged
@@ -110,31 +116,17 @@ def take_inventory(storage: Storage) -> Inventory:
     return Inventory(tuple(findings), tail.view, history, lost)
 
 
-def _lost(one: LostBase) -> Finding:
-    """The finding of a lost base file."""
-    if one.data is None:
-        text = f"{one.reason}; its content is unknown: restore it from a copy"
-        return Finding("keep", "lost base", one.ref.path, text)
-    return Finding("mend", "base", one.ref.path, f"{one.reason}; it can be recreated")
-
-
 def _derived(storage: Storage, tail: Tail, newest: int) -> Iterator[Finding]:
     hint = read_hint(storage)
     leads = hint is not None and hint <= newest and floor(hint) == floor(newest)
     if not leads or storage.stat(slot_path(hint or 0)) is None:
         said = "nothing" if hint is None else f"slot {hint}"
         yield Finding("mend", "hint", HINT, f"says {said}, the log ends at slot {newest}")
-    if not _counts(storage, tail.view):
-        yield Finding("mend", "counter", lease.PATH, "is not a counter of the newest writer")
-
-
-def _counts(storage: Storage, view: LogView) -> bool:
-    """Whether the counter belongs to the newest writer."""
-    try:
+    found = None
+    with suppress(FileNotFoundError, ValueError, RecursionError):
         found = json.loads(storage.read_range(lease.PATH, 0, lease.LIMIT_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("generation") == view.generation
+    if not isinstance(found, dict) or found.get("generation") != tail.view.generation:
+        yield Finding("mend", "counter", lease.PATH, "is not a counter of the newest writer")
 
 
 def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
@@ -151,7 +143,6 @@ def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
 
 
 def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:
-    """Retired files that still exist."""
     there = set(storage.list(DATA))
     for one in view.retiring:
         files = list(files_of(storage, one))
@@ -214,28 +205,18 @@ def _referred(storage: Storage, history: History, job: str) -> frozenset[str] | 
 
 
 def _foreign(storage: Storage, view: LogView) -> Iterator[Finding]:
-    """Files that are not torchrelay's."""
-    yield from _strangers("", (name for name in storage.list("") if name not in _TOP))
+    paths = [name for name in storage.list("") if name not in _TOP]
     strange = (name for name in storage.list(LOG) if not (_SLOT.fullmatch(name) or _BASE.fullmatch(name)))
-    yield from _strangers(LOG, (name for name in strange if f"{LOG}/{name}" != HINT))
-    yield from _strangers(DATA, (name for name in storage.list(DATA) if not ATTEMPT_NAME.fullmatch(name)))
-    for attempt_name in sorted(view.state.tries):
-        directory = attempt_directory(attempt_name)
-        names = storage.list(directory)
-        yield from _strangers(
-            directory, (name for name in names if name not in (MANIFEST, STATS) and _group_of(name) is None)
-        )
-
-
-def _strangers(directory: str, names: Iterable[str]) -> Iterator[Finding]:
-    """Names in a directory that are not torchrelay's."""
-    for name in names:
-        path = f"{directory}/{name}" if directory else name
+    paths += [path for name in strange if (path := f"{LOG}/{name}") != HINT]
+    paths += [f"{DATA}/{name}" for name in storage.list(DATA) if not ATTEMPT_NAME.fullmatch(name)]
+    for directory in map(attempt_directory, sorted(view.state.tries)):
+        names = (name for name in storage.list(directory) if name not in (MANIFEST, STATS))
+        paths += [f"{directory}/{name}" for name in names if _group_of(name) is None]
+    for path in paths:
         yield Finding("keep", "foreign", path, "not ours, and never touched")
 
 
 def _size(storage: Storage, files: Sequence[str]) -> str:
-    """Number and bytes of files, for a message."""
     return f"{len(files)} files, {sum(storage.stat(path) or 0 for path in files)} bytes"
 
 
@@ -286,19 +267,14 @@ def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs
         delete_retired(writer)
         if delete:
             delete_orphans(writer)
-            _delete_own_files(storage, found)
+            now = take_inventory(storage)  # files from before our takeover that no record refers to since
+            gone = [path for kind in _OWN_FILES for path in sorted(found.paths(kind) & now.paths(kind))]
+            for path in gone:
+                storage.delete(path)
+            if gone:
+                storage.sync_dir(LOG)
     finally:
         writer.release()
-
-
-def _delete_own_files(storage: Storage, found: Inventory) -> None:
-    """Delete files that existed before our takeover and that no record refers to since."""
-    now = take_inventory(storage)
-    gone = [path for kind in _OWN_FILES for path in sorted(found.paths(kind) & now.paths(kind))]
-    for path in gone:
-        storage.delete(path)
-    if gone:
-        storage.sync_dir(LOG)
 
 
 NOTES = "notes"
@@ -364,19 +340,16 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
             return "live"
         return "retired" if name in retired else "orphan"
 
+    def groups(attempt_name: str) -> Mapping[str, int]:
+        found: Counter[str] = Counter()
+        for path in files_of(storage, Retirement(attempt_name)):
+            found[_group_of(path.rpartition("/")[2]) or NOTES] += storage.stat(path) or 0
+        return dict(found)
+
     tries = tuple(
-        TryUse(name, standing(name), entries.get(name), _groups(storage, name), needs[name])
+        TryUse(name, standing(name), entries.get(name), groups(name), needs[name])
         for name in storage.list(DATA)
         if ATTEMPT_NAME.fullmatch(name)
     )
     going = {one.attempt_name for one in Keeping(last=1).chosen(view)}
     return Usage(tries, sum(one.bytes for one in tries if one.name in going))
-
-
-def _groups(storage: Storage, attempt_name: str) -> Mapping[str, int]:
-    """Bytes of an attempt by group."""
-    found: Counter[str] = Counter()
-    directory = attempt_directory(attempt_name)
-    for name in storage.list(directory):
-        found[_group_of(name) or NOTES] += storage.stat(f"{directory}/{name}") or 0
-    return dict(found)

@@ -18,11 +18,7 @@ from functools import cache, reduce
 from typing import Any
 
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, whole
-from torchrelay.checkpoint.inspect.contents import (
-    Buffer,
-    Epoch,
-    LeafPart,
-)
+from torchrelay.checkpoint.inspect.contents import LeafPart, PartReader
 from torchrelay.checkpoint.load.reads.boxes import Copy
 from torchrelay.errors import UsageError, install_command
 from torchrelay.records import dataclass
@@ -52,10 +48,7 @@ _EXPONENTS = {
 
 
 def numbers(data: memoryview, dtype: str) -> Array:
-    """Little-endian bytes as an array of the nearest numpy type; a copy only if numpy lacks the type.
-
-    `bool` is returned as 0 and 1. Raises ValueError for a type without numbers.
-    """
+    """Little-endian bytes as an array, copied only if numpy lacks the type; ValueError without numbers."""
     if dtype in _PLAIN:
         return np.frombuffer(data, _PLAIN[dtype])
     if dtype == "bfloat16":
@@ -244,13 +237,8 @@ def small_boxes(part: LeafPart, source: Bounds, first: int, box: Bounds) -> list
     return [slab.box for slab in _copy(source, first, box).slabs(part.item_bytes)]
 
 
-def gathered(
-    epoch: Epoch, part: LeafPart, source: Bounds, first: int, box: Bounds, buffer: Buffer
-) -> memoryview:
-    """The bytes of a box of which `source`, from element `first` of the part on, holds all elements.
-
-    Raises DamagedError or StorageError.
-    """
+def gathered(reader: PartReader, part: LeafPart, source: Bounds, first: int, box: Bounds) -> memoryview:
+    """The bytes of a box of which `source`, from element `first` of the part on, holds all elements."""
     words = next(size for size in (8, 4, 2, 1) if part.item_bytes % size == 0)
     many = part.item_bytes // words
     copy = _copy(source, first, box)
@@ -258,7 +246,7 @@ def gathered(
     extents = [stop - start for start, stop in source]
     strides = [part.item_bytes * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
     for slab in copy.slabs(part.item_bytes):
-        data = np.frombuffer(buffer.filled(epoch, part, *slab.span), f"<u{words}")
+        data = np.frombuffer(reader.filled(part, *slab.span), f"<u{words}")
         size = [high - low for low, high in slab.box]
         stored = np.lib.stride_tricks.as_strided(data, [*size, many], [*strides, words], writeable=False)
         place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slab.box, box, strict=True))
@@ -383,10 +371,7 @@ def _figures(a: Array, b: Array) -> tuple[float, ...]:
 
 
 def _difference(a: Array, b: Array, one: Array, other: Array) -> tuple[Array, int]:
-    """The difference of `one` and `other`, which are a and b as reals.
-
-    It is divided by a power of two if a double could not hold it.
-    """
+    """The difference of reals of a and b, and the power of two by which it is divided."""
     if a.dtype.kind in "iu" and a.dtype.itemsize == 8:
         first, second = a.view(np.uint64), b.view(np.uint64)  # exact before they are rounded
         return np.where(a > b, first - second, second - first).astype(np.float64), 0

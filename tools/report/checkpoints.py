@@ -17,7 +17,6 @@ from torchrelay.checkpoint.inspect.anomalies import ResumePreview, explain, star
 from torchrelay.checkpoint.inspect.contents import (
     CAN_BE_BAD,
     CHUNK_BYTES,
-    Buffer,
     Epoch,
     NodeLeaf,
     PartReader,
@@ -396,9 +395,9 @@ def _moments(epoch: Epoch, item: NodeLeaf) -> Moments:
     """By the item itself: to look hundreds of names up as patterns in a large model takes a minute."""
     from torchrelay.checkpoint.inspect.statistics import joined, moments_of, steps
 
-    buffer, width, dtype = Buffer(), item.leaf.item_bytes, str(item.leaf.dtype)
+    reader, width, dtype = PartReader(epoch), item.leaf.item_bytes, str(item.leaf.dtype)
     stretches = (
-        buffer.filled(epoch, part, start, min(start + CHUNK_BYTES, part.nbytes))
+        reader.filled(part, start, min(start + CHUNK_BYTES, part.nbytes))
         for part in parts(epoch, item)
         for start in range(0, part.nbytes, CHUNK_BYTES)
     )
