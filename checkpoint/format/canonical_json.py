@@ -35,10 +35,7 @@ DEPTH_LIMIT = 128
 
 
 def dumps(value: Json, *, within: int = 0) -> bytes:
-    """Write canonical JSON; raises UsageError for values that `loads` would refuse.
-
-    `within` is the number of containers that the text will be nested in.
-    """
+    """Write canonical JSON within `within` containers; raises UsageError for what `loads` would refuse."""
     many = _check_writable(value, within) > _AT_ONCE
     text = _in_parts(value) if many else _ENCODER.encode(value)
     try:
@@ -73,8 +70,8 @@ def loads(
     if again:
         return value
     _check_readable(value, depth, what)
-    if "\\" in text and _SURROGATE.search(text) and (near := _lone_surrogate(value)):
-        raise DamagedError(f"{what}: {near} has a lone surrogate, which UTF-8 cannot hold")
+    if "\\" in text and _SURROGATE.search(text) and (place := _lone_surrogate(value)):
+        raise DamagedError(f"{what}: {place} has a lone surrogate, which UTF-8 cannot hold")
     return value
 
 
@@ -91,11 +88,6 @@ def text_at(text: str, at: int) -> tuple[str, int]:
 def dumps_read(value: Json) -> bytes:
     """`dumps` without checks, for values from `loads` or small numbers."""
     return _ENCODER.encode(value).encode("utf-8")
-
-
-def word(text: str | None) -> str:
-    """The canonical JSON of a string or null, before UTF-8 encoding (which `dumps` may refuse)."""
-    return "null" if text is None else encode_basestring(text)
 
 
 def words(texts: Iterable[str]) -> list[str]:
@@ -126,20 +118,18 @@ _CHUNK = 256
 
 def _in_parts(value: Json) -> str:
     """Encode a large value in steps, between which other threads can run."""
-    if type(value) is dict:
-        items = sorted(value.items())
-        if len(items) > _CHUNK:
-            return "{" + ",".join(_ENCODER.encode(dict(part))[1:-1] for part in _chunks(items)) + "}"
-        return "{" + ",".join(f"{_ENCODER.encode(key)}:{_in_parts(child)}" for key, child in items) + "}"
-    if type(value) in (list, tuple):
-        if len(value) > _CHUNK:
-            return "[" + ",".join(_ENCODER.encode(part)[1:-1] for part in _chunks(value)) + "]"
-        return "[" + ",".join(map(_in_parts, value)) + "]"
-    return _ENCODER.encode(value)
-
-
-def _chunks(items: Sequence[Json]) -> Iterator[Sequence[Json]]:
-    return (items[at : at + _CHUNK] for at in range(0, len(items), _CHUNK))
+    if type(value) not in _CONTAINERS:
+        return _ENCODER.encode(value)
+    mapping = type(value) is dict
+    items: Sequence[Json] = sorted(value.items()) if mapping else value
+    if len(items) > _CHUNK:
+        chunks = (items[at : at + _CHUNK] for at in range(0, len(items), _CHUNK))
+        parts = [_ENCODER.encode(dict(part) if mapping else part)[1:-1] for part in chunks]
+    elif mapping:
+        parts = [f"{_ENCODER.encode(key)}:{_in_parts(child)}" for key, child in items]
+    else:
+        parts = list(map(_in_parts, items))
+    return f"{{{','.join(parts)}}}" if mapping else f"[{','.join(parts)}]"
 
 
 def _check_writable(value: Json, within: int) -> int:
@@ -165,7 +155,6 @@ def _check_writable(value: Json, within: int) -> int:
 
 
 def _check_readable(value: Json, depth: int, what: str) -> None:
-    """Raise DamagedError for values that canonical JSON cannot hold."""
     for level, (items, kinds) in enumerate(_layers(value), 1):
         if level > depth and kinds & _CONTAINERS:
             raise DamagedError(f"{what}: nested deeper than {depth} levels")
@@ -176,10 +165,7 @@ def _check_readable(value: Json, depth: int, what: str) -> None:
 
 
 def _layers(value: Json) -> Iterator[tuple[list[Json], set[type]]]:
-    """All items, level by level, with their types, by built-in functions.
-
-    Below the top, a container that occurs twice in a level is visited once, so that cycles stay cheap.
-    """
+    """All items and their types, level by level; deep containers that occur twice are visited once."""
     items, kinds, level = [value], {type(value)}, 1
     while items:
         yield items, kinds
@@ -256,22 +242,19 @@ class Fields:
 
     def text(self, key: str) -> str:
         """A string."""
-        value = self.values.get(key)
-        if not isinstance(value, str):
-            raise self.wrong(key)
-        return value
+        return self._of(key, str)
 
     def flag(self, key: str) -> bool:
         """A boolean."""
-        value = self.values.get(key)
-        if not isinstance(value, bool):
-            raise self.wrong(key)
-        return value
+        return self._of(key, bool)
 
     def items(self, key: str) -> list[Json]:
         """A list."""
+        return self._of(key, list)
+
+    def _of(self, key: str, kind: type[T]) -> T:
         value = self.values.get(key)
-        if not isinstance(value, list):
+        if not isinstance(value, kind):
             raise self.wrong(key)
         return value
 
@@ -319,10 +302,7 @@ _HEAD_BYTES = len(b'{"":')
 
 
 def seal(key: str, value: Json) -> bytes:
-    """Canonical JSON of `value` under `key`, followed by the SHA-256 of that JSON.
-
-    Raises UsageError for more bytes than `sealed_bytes` reads.
-    """
+    """Canonical JSON of `value` under `key` with its SHA-256; raises UsageError for too many bytes."""
     body = dumps(value)
     if len(body) > LIMIT_BYTES - len(key) - _TAIL_BYTES - _HEAD_BYTES:
         raise UsageError(f"the {key} would take {len(body)} bytes, more than the {LIMIT_BYTES} of its file")
@@ -335,10 +315,7 @@ def sealed_bytes(storage: Storage, path: str) -> bytes:
 
 
 def read_sealed(key: str, read: Callable[[], bytes]) -> bytes:
-    """The result of `read`; bytes that fail the seal are read again, because damage counts when seen twice.
-
-    A truncated answer of a store must not make a writer skip the newest record.
-    """
+    """The result of `read`; bytes that fail the seal are read again: damage counts when seen twice."""
     data = read()
     try:
         _body(key, data, "")
@@ -386,20 +363,13 @@ def check_stamp(found: Json, *, what: str) -> None:
     if not isinstance(found, dict):
         raise DamagedError(f"{what}: no format version")
     major, minor, features = found.get("major"), found.get("minor"), found.get("features")
-    if type(major) is not int or type(minor) is not int or not _is_names(features):
+    named = isinstance(features, list) and all(isinstance(name, str) for name in features)
+    if type(major) is not int or type(minor) is not int or not named:
         raise DamagedError(f"{what}: invalid format version: {found!r}")
+    remedy = "use the version that wrote it, or a newer one"
     if major != MAJOR:
         raise FormatError(
-            f"{what} has format version {major}.{minor}; this torchrelay reads {MAJOR}.x: {_REMEDY}"
+            f"{what} has format version {major}.{minor}; this torchrelay reads {MAJOR}.x: {remedy}"
         )
     if unknown := sorted(set(features or ()) - FEATURES):
-        raise FormatError(
-            f"{what} needs {', '.join(unknown)}, which this torchrelay does not know: {_REMEDY}"
-        )
-
-
-_REMEDY = "use the version that wrote it, or a newer one"
-
-
-def _is_names(features: Json) -> bool:
-    return isinstance(features, list) and all(isinstance(name, str) for name in features)
+        raise FormatError(f"{what} needs {', '.join(unknown)}, which this torchrelay does not know: {remedy}")

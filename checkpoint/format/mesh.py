@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import field
 from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.dtypes import item_bytes_of
@@ -22,11 +25,12 @@ from torchrelay.checkpoint.format.mesh_geometry import (
     Placement,
     Replicated,
     Sharded,
-    first_share,
+    division,
     intersect,
     local_intervals,
     owner,
     share,
+    strides_of,
     writing_replicas,
 )
 from torchrelay.checkpoint.format.names import first_of_each
@@ -49,7 +53,7 @@ def stored_at(
     """The boxes of a leaf that the node at a coordinate of a mesh stores."""
     replica = 0
     for index, extent, placement in zip(coordinate, extents, placements, strict=True):
-        replica = replica * extent + index if has_copies(placement) else replica
+        replica = replica * extent + index if isinstance(placement, Replicated) else replica
     boxes = itertools.product(*intervals_at(shape, extents, placements, coordinate))
     shares = (share(box, replica, among) for box in boxes)
     return tuple(box for box in shares if box is not None)
@@ -85,8 +89,11 @@ def near_parts(
         for writing in writing_replicas(lengths, among):
             for replica, step in zip(writing, _replica_steps(writing, copies), strict=True):
                 parts = (share(box, replica, among) for box in boxes)
-                near = [part for part in parts if part is not None and _touches(part, wanted)]
-                found[first + step] = near
+                found[first + step] = [
+                    part
+                    for part in parts
+                    if part is not None and any(intersect(part, box) is not None for box in wanted)
+                ]
     return tuple((place, part) for place in sorted(found) for part in found[place])
 
 
@@ -110,36 +117,37 @@ def near_boxes(
     return tuple(found.items())
 
 
-def _touches(part: Bounds, wanted: Sequence[Bounds]) -> bool:
-    return any(intersect(part, box) is not None for box in wanted)
-
-
 @lru_cache(maxsize=1 << 12)
 def near_side(
     size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...], side: Interval
 ) -> tuple[tuple[int, tuple[Interval, ...]], ...]:
-    """Places along one dimension of a tensor whose part of it touches `side`.
-
-    Each with its step from the first place, and its intervals.
-    """
+    """Steps and intervals of the places along one dimension of a tensor whose part touches `side`."""
     axes = _axes_of(dim, placements)
-    strides = _strides(extents)
+    chosen: Iterable[tuple[int, ...]] | None = None
     if len(axes) == 1 and placements[axes[0]] == Sharded(dim):
-        chunk = -(-size // extents[axes[0]])
-        chosen: Iterator[tuple[int, ...]] = (
-            (index,) for index in range(side[0] // max(chunk, 1), -(-side[1] // max(chunk, 1)))
-        )
-    else:
-        chosen = itertools.product(*(range(extents[axis]) for axis in axes))
-    found = []
-    for indices in chosen:
+        chunk = max(-(-size // extents[axes[0]]), 1)
+        chosen = ((index,) for index in range(side[0] // chunk, -(-side[1] // chunk)))
+    return tuple(
+        (step, intervals)
+        for step, intervals in _along(size, dim, extents, placements, chosen)
+        if any(start < side[1] and side[0] < stop for start, stop in intervals)
+    )
+
+
+def _along(
+    size: int,
+    dim: int,
+    extents: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    chosen: Iterable[tuple[int, ...]] | None = None,
+) -> Iterator[tuple[int, tuple[Interval, ...]]]:
+    """Steps and intervals of places along one dimension of a tensor; all, or those with `chosen` indices."""
+    axes, strides = _axes_of(dim, placements), strides_of(extents)
+    for indices in chosen or itertools.product(*(range(extents[axis]) for axis in axes)):
         at = dict(zip(axes, indices, strict=True))
         coordinate = [at.get(axis, 0) for axis in range(len(extents))]
         intervals = local_intervals(size, dim, extents, coordinate, placements)
-        if any(start < side[1] and side[0] < stop for start, stop in intervals):
-            step = sum(strides[axis] * index for axis, index in at.items())
-            found.append((step, tuple(intervals)))
-    return tuple(found)
+        yield sum(strides[axis] * index for axis, index in at.items()), tuple(intervals)
 
 
 def _axes_of(dim: int, placements: Sequence[Placement]) -> list[int]:
@@ -147,15 +155,10 @@ def _axes_of(dim: int, placements: Sequence[Placement]) -> list[int]:
     return [axis for axis, one in enumerate(placements) if isinstance(one, Sharded) and one.dim == dim]
 
 
-def _strides(extents: Sequence[int]) -> list[int]:
-    """Strides of the dimensions of a mesh in row-major order."""
-    return [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
-
-
 def _copied_axes(extents: Sequence[int], placements: Sequence[Placement]) -> list[tuple[int, int]]:
     """Extents and strides of the dimensions of a mesh that hold replicas."""
-    each = zip(extents, _strides(extents), placements, strict=True)
-    return [(extent, stride) for extent, stride, one in each if has_copies(one)]
+    each = zip(extents, strides_of(extents), placements, strict=True)
+    return [(extent, stride) for extent, stride, one in each if isinstance(one, Replicated)]
 
 
 def _replica_steps(numbers: range, copies: Sequence[tuple[int, int]]) -> Steps:
@@ -177,36 +180,22 @@ def _replica_steps(numbers: range, copies: Sequence[tuple[int, int]]) -> Steps:
 def sides_of(
     size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> dict[Lengths, Steps]:
-    """Lengths of the intervals along one dimension of a tensor, with the places that have them.
-
-    Places without any are left out. A step is relative to the first place, along the dimensions of the mesh
-    that split this one.
-    """
+    """Lengths of the intervals along one dimension of a tensor, with the steps of places that have them."""
     if size == 0:
         return {}
-    strides, axes = _strides(extents), _axes_of(dim, placements)
+    axes = _axes_of(dim, placements)
     if not axes:
         return {(size,): range(1)}
     if len(axes) == 1 and placements[axes[0]] == Sharded(dim):
-        return _chunks(size, extents[axes[0]], strides[axes[0]])
-    found: dict[Lengths, list[int]] = {}
-    for indices in itertools.product(*(range(extents[axis]) for axis in axes)):
-        at = dict(zip(axes, indices, strict=True))
-        coordinate = [at.get(axis, 0) for axis in range(len(extents))]
-        lengths = tuple(b - a for a, b in local_intervals(size, dim, extents, coordinate, placements))
-        if lengths:
-            step = sum(strides[axis] * index for axis, index in at.items())
-            found.setdefault(lengths, []).append(step)
+        stride, chunk = strides_of(extents)[axes[0]], -(-size // extents[axes[0]])
+        full, rest = divmod(size, chunk)
+        chunks: dict[Lengths, Steps] = {(chunk,): range(0, (full - 1) * stride + 1, stride)}
+        return chunks | ({(rest,): range(full * stride, full * stride + 1)} if rest else {})
+    found: dict[Lengths, list[int]] = defaultdict(list)
+    for step, intervals in _along(size, dim, extents, placements):
+        if intervals:
+            found[tuple(b - a for a, b in intervals)].append(step)
     return {lengths: tuple(steps) for lengths, steps in found.items()}
-
-
-def _chunks(size: int, places: int, stride: int) -> dict[Lengths, Steps]:
-    chunk = -(-size // places)
-    full, rest = divmod(size, chunk)
-    found: dict[Lengths, Steps] = {(chunk,): range(0, (full - 1) * stride + 1, stride)}
-    if rest:
-        found[rest,] = range(full * stride, full * stride + 1)
-    return found
 
 
 @lru_cache(maxsize=1 << 14)
@@ -222,11 +211,8 @@ def intervals_at(
     )
 
 
-def has_copies(placement: Placement) -> bool:
-    """Whether the places along a dimension of a mesh hold the same."""
-    return isinstance(placement, Replicated)
-
-
+K = TypeVar("K")
+V = TypeVar("V")
 _REMEMBERED = 1 << 12
 """Number of cached forms of leaves on nodes: a process often needs its own, and those of all once."""
 _REMEMBERED_NEAR = 1 << 10
@@ -235,13 +221,19 @@ MAX_SPLIT_FACTOR = 1 << 16
 """Maximum number of parts that all strides of placements together cut a tensor into."""
 
 
+def _remembered(known: dict[K, V], key: K, limit: int, make: Callable[[], V]) -> V:
+    """The cached result of `make`; a full cache begins again."""
+    if key not in known:
+        made = make()
+        if len(known) >= limit:
+            known.clear()
+        known[key] = made
+    return known[key]
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """Sharded over a grid of `extents`; `nodes` are those of its places in row-major order.
-
-    There is one placement per mesh dimension, applied from left to right. Replicas share the writing by
-    `rule`.
-    """
+    """Sharded over a grid of `extents`, whose places are `nodes` in row-major order; replicas use `rule`."""
 
     nodes: tuple[int, ...]
     extents: tuple[int, ...]
@@ -249,6 +241,10 @@ class Mesh:
     rule: int = RULE
     split = True
     """Whether different nodes store different parts of one leaf."""
+    _stored: dict[Any, tuple[Bounds, ...]] = field(default_factory=dict, init=False, compare=False)
+    _near: dict[Any, tuple[tuple[int, Bounds], ...]] = field(default_factory=dict, init=False, compare=False)
+    _writers: dict[Any, tuple[frozenset[int], ...]] = field(default_factory=dict, init=False, compare=False)
+    _nodes_at: dict[Places, frozenset[int]] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def place(self) -> dict[int, int]:
@@ -258,7 +254,7 @@ class Mesh:
     @cached_property
     def replicas(self) -> int:
         """Number of places that hold the same boxes."""
-        return math.prod(n for n, one in zip(self.extents, self.placements, strict=True) if has_copies(one))
+        return math.prod(extent for extent, _ in _copied_axes(self.extents, self.placements))
 
     def local_intervals(self, shape: Sequence[int], node: int) -> tuple[tuple[Interval, ...], ...]:
         """Indices per dimension of the tensor that a node of the mesh has."""
@@ -275,18 +271,12 @@ class Mesh:
         if node not in self.place:
             return ()
         form = (node, *self.alike(name, shape, item_bytes))
-        found = self._stored.get(form)
-        if found is None:
-            coordinate, among = self._coordinate(self.place[node]), self._among(name, item_bytes)
-            found = stored_at(tuple(shape), self.extents, self.placements, coordinate, among)
-            if len(self._stored) >= _REMEMBERED:
-                self._stored.clear()
-            self._stored[form] = found
-        return found
 
-    @cached_property
-    def _stored(self) -> dict[tuple[int, tuple[int, ...], int, int], tuple[Bounds, ...]]:
-        return {}
+        def make() -> tuple[Bounds, ...]:
+            coordinate, among = self._coordinate(self.place[node]), self._among(name, item_bytes)
+            return stored_at(tuple(shape), self.extents, self.placements, coordinate, among)
+
+        return _remembered(self._stored, form, _REMEMBERED, make)
 
     def stored(self, name: str, shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, Bounds]]:
         """All boxes of leaf `name` with the nodes that store them; they cover it exactly."""
@@ -297,27 +287,15 @@ class Mesh:
     def stored_near(
         self, name: str, shape: Sequence[int], item_bytes: int, wanted: Sequence[Bounds]
     ) -> tuple[tuple[int, Bounds], ...]:
-        """Those of `stored` that share elements with one of the boxes `wanted`, in the same order.
-
-        Visits only places that are close in every dimension: a rank that loads its part of a leaf on
-        thousands of nodes calls this for every leaf.
-        """
+        """Those of `stored` that touch a box of `wanted`; visits only places close in every dimension."""
         form = (*self.alike(name, shape, item_bytes), tuple(wanted))
-        found = self._near.get(form)
-        if found is None:
+
+        def make() -> tuple[tuple[int, Bounds], ...]:
             among = self._among(name, item_bytes)
             near = near_parts(tuple(shape), self.extents, self.placements, tuple(wanted), among)
-            found = tuple((self.nodes[place], part) for place, part in near)
-            if len(self._near) >= _REMEMBERED_NEAR:
-                self._near.clear()
-            self._near[form] = found
-        return found
+            return tuple((self.nodes[place], part) for place, part in near)
 
-    @cached_property
-    def _near(
-        self,
-    ) -> dict[tuple[tuple[int, ...], int, int, tuple[Bounds, ...]], tuple[tuple[int, Bounds], ...]]:
-        return {}
+        return _remembered(self._near, form, _REMEMBERED_NEAR, make)
 
     @cached_property
     def text(self) -> bytes:
@@ -335,17 +313,18 @@ class Mesh:
         form = self.alike(name, shape, item_bytes)
         if form not in self._writers:
             among = self._among(name, item_bytes)
-            places = writing_places(tuple(shape), self.extents, self.placements, among)
-            self._writers[form] = tuple(map(self._nodes_at, places))
+            writing = writing_places(tuple(shape), self.extents, self.placements, among)
+            for places in writing:
+                if places not in self._nodes_at:
+                    at = itertools.product(*places)
+                    self._nodes_at[places] = frozenset(self.nodes[sum(steps)] for steps in at)
+            self._writers[form] = tuple(map(self._nodes_at.__getitem__, writing))
         return self._writers[form]
 
     def writing(
         self, names: Sequence[str], forms: Iterable[tuple[tuple[int, ...], int]]
     ) -> dict[frozenset[int], str]:
-        """The sets of nodes that store something of leaves, each with the name of the first that they store.
-
-        `forms` are the shapes and bytes of the leaves. Leaves with the same writers are visited once.
-        """
+        """The sets of nodes that store something of leaves of these shapes and bytes, with the first leaf."""
         if self.replicas == 1:  # then the name does not matter
             alike = list(first_of_each(forms, names).items())
         else:
@@ -358,26 +337,14 @@ class Mesh:
                 found.setdefault(nodes, name)
         return found
 
-    @cached_property
-    def _writers(self) -> dict[tuple[tuple[int, ...], int, int], tuple[frozenset[int], ...]]:
-        return {}
-
-    def _nodes_at(self, places: Places) -> frozenset[int]:
-        if places not in self._known_places:
-            found = frozenset(self.nodes[sum(steps)] for steps in itertools.product(*places))
-            self._known_places[places] = found
-        return self._known_places[places]
-
-    @cached_property
-    def _known_places(self) -> dict[Places, frozenset[int]]:
-        return {}
-
     def largest_share(self, shape: Sequence[int], item_bytes: int) -> int:
         """The most bytes that a node stores of a leaf of any name."""
         sides = [sides_of(size, dim, self.extents, self.placements) for dim, size in enumerate(shape)]
-        locals_ = itertools.product(*sides)
         among = Among(self.rule, self.replicas, 0, item_bytes)
-        shares = (first_share(list(itertools.product(*one)), among) for one in locals_)
+        shares = (  # as if the node got the first chunk of every box
+            sum(division(box, among).rows * math.prod(box[1:]) for box in itertools.product(*one))
+            for one in itertools.product(*sides)
+        )
         return max(shares, default=0) * item_bytes
 
     def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[tuple[int, ...], int, int]:

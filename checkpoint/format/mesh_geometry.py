@@ -48,13 +48,9 @@ Placement = Sharded | Replicated
 def pieces(intervals: Sequence[Interval], parts: int, index: int) -> list[Interval]:
     """Chunk `index` of `parts` of the concatenation of intervals."""
     chunk = -(-sum(stop - start for start, stop in intervals) // parts)
-    return _cut(intervals, index * chunk, (index + 1) * chunk)
-
-
-def _cut(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]:
     found, passed = [], 0
     for start, stop in intervals:
-        first, last = max(low - passed, 0), min(high - passed, stop - start)
+        first, last = max(index * chunk - passed, 0), min((index + 1) * chunk - passed, stop - start)
         if first < last:
             found.append((start + first, start + last))
         passed += stop - start
@@ -64,10 +60,7 @@ def _cut(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]:
 def local_intervals(
     size: int, dim: int, mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[Interval]:
-    """Indices along `dim`, of `size`, at a coordinate of the mesh; placements apply left to right.
-
-    Several intervals mean that the local part is not contiguous in the whole.
-    """
+    """Indices along `dim`, of `size`, at a coordinate of the mesh; placements apply left to right."""
     intervals: list[Interval] = [(0, size)]
     for places, place, placement in zip(mesh, coordinate, placements, strict=True):
         if isinstance(placement, Sharded) and placement.dim == dim:
@@ -91,16 +84,6 @@ def merged(intervals: Sequence[Interval]) -> list[Interval]:
     return found
 
 
-def local_shape(
-    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> tuple[int, ...]:
-    """The shape of the local tensor at a coordinate of the mesh."""
-    return tuple(
-        sum(stop - start for start, stop in local_intervals(size, dim, mesh, coordinate, placements))
-        for dim, size in enumerate(shape)
-    )
-
-
 def volume(box: Bounds) -> int:
     """Elements in a box."""
     return math.prod(max(0, stop - start) for start, stop in box)
@@ -118,30 +101,23 @@ def intersect(one: Bounds, other: Bounds) -> Bounds | None:
 
 
 def runs(outer: Bounds, inner: Bounds) -> Iterator[Interval]:
-    """Ranges of `inner`, a box within `outer`, in the row-major elements of `outer`.
-
-    Half-open ranges of element indices relative to the first element of `outer`, ascending and maximal.
-    """
+    """Ranges, ascending and maximal, of the box `inner` in the row-major elements of the box `outer`."""
     if volume(inner) == 0:
         return
     extents = [stop - start for start, stop in outer]
-    strides = [math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
-    split = _contiguous_from(outer, inner)
-    length = volume(inner[split:]) if split < len(inner) else 1
+    strides = strides_of(extents)
+    differ = [dim for dim, sides in enumerate(zip(outer, inner, strict=True)) if sides[0] != sides[1]]
+    split = differ[-1] if differ else 0  # from here on `inner` is one run of the elements of `outer`
+    length = volume(inner[split:])
     base = sum((inner[d][0] - outer[d][0]) * strides[d] for d in range(split, len(inner)))
     for index in itertools.product(*(range(*interval) for interval in inner[:split])):
         start = base + sum((index[d] - outer[d][0]) * strides[d] for d in range(split))
         yield start, start + length
 
 
-def _contiguous_from(outer: Bounds, inner: Bounds) -> int:
-    """The first dimension from which on `inner` is one run of `outer`'s elements."""
-    split = len(inner)
-    while split > 0:
-        split -= 1
-        if inner[split] != outer[split]:
-            return split
-    return split
+def strides_of(extents: Sequence[int]) -> list[int]:
+    """Strides of the dimensions of a grid in row-major order."""
+    return [math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
 
 
 def range_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[Bounds]:
@@ -165,10 +141,7 @@ def range_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[Bounds]
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Bounds]) -> str | None:
-    """Check that boxes cover a shape exactly once; returns None, or the error.
-
-    Empty boxes are ignored; a box with another number of dimensions or beyond the shape is an error.
-    """
+    """Check that boxes, of which empty ones are ignored, cover a shape exactly once; None, or the error."""
     for box in boxes:
         outside = len(box) != len(shape) or any(
             not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=False)
@@ -261,7 +234,6 @@ def place_of(intervals: Sequence[Sequence[Interval]], box: Bounds) -> Bounds:
 
 
 def _placed(intervals: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
-    """Each interval with its place in the concatenation of all."""
     found, at = [], 0
     for start, stop in intervals:
         found.append(((start, stop), (at, at + stop - start)))
@@ -291,10 +263,7 @@ class Among(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Chunks of a box, each of `rows` indices of its first dimension, the last maybe shorter.
-
-    Replica `first` stores the first one, the following replicas, cyclically, the others.
-    """
+    """Chunks of `rows` indices of a box's first dimension, stored in turn from replica `first` on."""
 
     rows: int
     chunks: int
@@ -342,8 +311,3 @@ def writing_replicas(boxes: Sequence[Sequence[int]], among: Among) -> list[range
         found.update((first + number) % among.replicas for number in range(chunks))
     runs = groupby(enumerate(sorted(found)), lambda placed: placed[1] - placed[0])
     return [range(one[0][1], one[-1][1] + 1) for one in (list(run) for _, run in runs)]
-
-
-def first_share(boxes: Sequence[Sequence[int]], among: Among) -> int:
-    """Upper bound of the elements one replica writes, assuming it gets the first chunk of every box."""
-    return sum(division(lengths, among).rows * math.prod(lengths[1:]) for lengths in boxes)

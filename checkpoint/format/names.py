@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from operator import eq, sub
 from typing import Generic, TypeVar
-from urllib.parse import unquote_to_bytes
+from urllib.parse import quote, unquote_to_bytes
 
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
@@ -110,40 +110,37 @@ def parse_key(text: str) -> Key:
     read = _read(form) if at else None
     if not encoded or (at and read is None):
         raise DamagedError(f"invalid tensor key {text!r}")
-    name = encoded if is_plain(encoded) else _decoded_name(encoded, text)
+    name = encoded
+    if not is_plain(encoded):
+        name = decode_name(encoded)
+        try:
+            written = encode_name(name)
+        except BlobError as error:
+            raise DamagedError(f"invalid tensor key {text!r}: {error}") from None
+        if written != encoded:
+            raise DamagedError(f"invalid tensor key {text!r}: its name would be written {written!r}")
     if read is None:
         return Whole(name)
     flat, intervals = read
     return Flat(name, *intervals[0]) if flat else Box(name, intervals)
 
 
-def _decoded_name(encoded: str, key: str) -> str:
-    name = decode_name(encoded)
-    try:
-        written = encode_name(name)
-    except BlobError as error:
-        raise DamagedError(f"invalid tensor key {key!r}: {error}") from None
-    if written != encoded:
-        raise DamagedError(f"invalid tensor key {key!r}: its name would be written {written!r}")
-    return name
-
-
 def is_plain(name: str) -> bool:
     """Whether the key of a whole leaf of this name is the name itself, as usual."""
-    return holds_plain(name) and name not in ("", _METADATA)
+    return _holds_plain(name) and name not in ("", _METADATA)
 
 
 def all_plain(found: Collection[str]) -> bool:
     """`is_plain` for all of these at once."""
-    return holds_plain("".join(found)) and none_kept(found)
+    return _holds_plain("".join(found)) and none_reserved(found)
 
 
-def none_kept(found: Collection[str]) -> bool:
+def none_reserved(found: Collection[str]) -> bool:
     """Whether none is a reserved text."""
     return "" not in found and _METADATA not in found
 
 
-def holds_plain(text: str) -> bool:
+def _holds_plain(text: str) -> bool:
     """Whether a key holds a text unencoded: ASCII, as nearly every name."""
     return text.isascii() and text.isprintable() and "%" not in text and "@" not in text
 
@@ -163,15 +160,11 @@ def _read(form: str) -> tuple[bool, tuple[tuple[int, int], ...]] | None:
     match = _FORM.fullmatch(form)
     if match is None:
         return None
-    intervals = tuple(_interval(text) for text in match["ranges"].split(","))
+    pairs = (text.split(":") for text in match["ranges"].split(","))
+    intervals = tuple((int(start), int(stop)) for start, stop in pairs)
     flat = match["flat"] is not None
     good = _written(intervals, flat) == form and not (flat and len(intervals) > 1)
     return (flat, intervals) if good else None
-
-
-def _interval(text: str) -> tuple[int, int]:
-    start, stop = text.split(":")
-    return int(start), int(stop)
 
 
 def encode_name(name: str) -> str:
@@ -183,9 +176,10 @@ def encode_name(name: str) -> str:
     if name == _METADATA:  # the one key that safetensors reserves
         return "%5F" + name[1:]
     try:
-        return "".join(_percent(c) if c in "%@" or unicodedata.category(c) == "Cc" else c for c in name)
-    finally:
-        _check_unicode(name)
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BlobError(f"{name!r} has a lone surrogate: leaf names must be valid Unicode") from None
+    return "".join(quote(c) if c in "%@" or unicodedata.category(c) == "Cc" else c for c in name)
 
 
 def decode_name(text: str) -> str:
@@ -196,17 +190,6 @@ def decode_name(text: str) -> str:
         return unquote_to_bytes(text).decode("utf-8")
     except UnicodeError:
         raise DamagedError(f"invalid encoded name {text!r}") from None
-
-
-def _percent(character: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8"))
-
-
-def _check_unicode(name: str) -> None:
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BlobError(f"{name!r} has a lone surrogate: leaf names must be valid Unicode") from None
 
 
 @dataclass(frozen=True)
@@ -286,14 +269,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 DATA = "data"
-
-
 MANIFEST = "manifest.json"
-
-
 STATS = "stats.json"
-
-
 _STAMP = re.compile(r"e([0-9]{8})(?:s([0-9]{6,9}))?-.*", re.ASCII)
 
 
@@ -334,10 +311,7 @@ def first_of_each(keys: Iterable[K], rows: Iterable[R]) -> dict[K, R]:
 
 
 class Recent(Generic[T]):
-    """Caches the last `size` results, newest first; each must state what it was computed for.
-
-    Thread-safe: a result may then be computed twice, and one is kept.
-    """
+    """Caches the last `size` results, newest first; threads may compute one twice."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -362,14 +336,18 @@ _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 def pack_numbers(numbers: Sequence[int]) -> list[Json]:
     """Fold runs of four and more numbers; raises BlobError for more than a reader unpacks."""
     _check_count(numbers)
-    if len(numbers) >= _SHORTEST_RUN and _one_run(numbers):  # the usual case of columns of many rows
-        return [[numbers[0], numbers[1] - numbers[0], len(numbers)]]
+    count = len(numbers)
+    if count >= _SHORTEST_RUN and numbers[2] - numbers[1] == (step := numbers[1] - numbers[0]):
+        first = numbers[0]
+        run = range(first, first + step * count, step) if step else [first] * count
+        if list(numbers) == list(run):  # the usual case of columns of many rows
+            return [[first, step, count]]
     steps = list(map(sub, numbers[1:], numbers))
-    goes_on = bytes(map(eq, steps[1:], steps))  # from here on, three numbers or more are a run
+    equal = bytes(map(eq, steps[1:], steps))  # from here on, three numbers or more are a run
     packed: list[Json] = []
     start = 0
-    while (begin := goes_on.find(1, start)) >= 0:
-        stop = goes_on.find(0, begin)
+    while (begin := equal.find(1, start)) >= 0:
+        stop = equal.find(0, begin)
         stop = len(numbers) if stop < 0 else stop + 2
         packed += numbers[start:begin]
         if stop - begin >= _SHORTEST_RUN:
@@ -384,18 +362,13 @@ def pack_numbers(numbers: Sequence[int]) -> list[Json]:
 
 def unpack_numbers(packed: Json, what: str) -> tuple[int, ...]:
     """The numbers; raises DamagedError for an invalid packed column."""
-    if set(map(type, _items(packed, what))) <= {int}:
-        return tuple(packed)
-    found: list[int] = []
-    for item in packed:
-        if type(item) is int:
-            found.append(item)
-            continue
-        start, step, count = _run(item, len(found), what)
+
+    def run(start: Json, step: Json, count: int) -> Iterable[int] | None:
         if type(start) is not int or type(step) is not int:
-            raise _wrong(what)
-        found.extend([start] * count if step == 0 else range(start, start + step * count, step))
-    return tuple(found)
+            return None
+        return range(start, start + step * count, step) if step else [start] * count
+
+    return _unpacked(packed, what, int, run)
 
 
 def pack_names(names: Sequence[str]) -> list[Json]:
@@ -406,8 +379,9 @@ def pack_names(names: Sequence[str]) -> list[Json]:
     start = 0
     while (begin := numbered.find(1, start)) >= 0:
         packed += names[start:begin]
-        match = _NUMBERED.fullmatch(names[begin])
-        stop = _run_end(names, begin, match[1], int(match[2])) if match else begin
+        match, stop = _NUMBERED.fullmatch(names[begin]), begin + 1
+        while match and stop < len(names) and names[stop] == f"{match[1]}{int(match[2]) + stop - begin}":
+            stop += 1
         if match and stop - begin >= _SHORTEST_RUN:
             packed.append([match[1], int(match[2]), stop - begin])
             start = stop
@@ -420,17 +394,35 @@ def pack_names(names: Sequence[str]) -> list[Json]:
 
 def unpack_names(packed: Json, what: str) -> tuple[str, ...]:
     """The names; raises DamagedError for an invalid packed column."""
-    if set(map(type, _items(packed, what))) <= {str}:
+
+    def run(prefix: Json, first: Json, count: int) -> Iterable[str] | None:
+        if type(prefix) is not str or type(first) is not int or first < 0:
+            return None
+        return (f"{prefix}{number}" for number in range(first, first + count))
+
+    return _unpacked(packed, what, str, run)
+
+
+def _unpacked(
+    packed: Json, what: str, kind: type[T], run: Callable[[Json, Json, int], Iterable[T] | None]
+) -> tuple[T, ...]:
+    wrong = DamagedError(f"{what} is damaged: invalid column of a manifest")
+    if not isinstance(packed, list) or len(packed) > LIMIT:
+        raise wrong
+    if set(map(type, packed)) <= {kind}:
         return tuple(packed)
-    found: list[str] = []
+    found: list[T] = []
     for item in packed:
-        if isinstance(item, str):
+        if type(item) is kind:
             found.append(item)
             continue
-        prefix, first, count = _run(item, len(found), what)
-        if not isinstance(prefix, str) or type(first) is not int or first < 0:
-            raise _wrong(what)
-        found.extend(f"{prefix}{number}" for number in range(first, first + count))
+        if not isinstance(item, list) or len(item) != 3:
+            raise wrong
+        first, second, count = item
+        sound = type(count) is int and 0 < count <= LIMIT - len(found)
+        if not sound or (part := run(first, second, count)) is None:
+            raise wrong
+        found.extend(part)
     return tuple(found)
 
 
@@ -440,37 +432,3 @@ def _check_count(items: Sequence[object]) -> None:
             f"the epoch has {len(items)} leaves or pieces, more than the {LIMIT} that a manifest may "
             "list: stack small tensors into larger ones"
         )
-
-
-def _one_run(numbers: Sequence[int]) -> bool:
-    first, step, count = numbers[0], numbers[1] - numbers[0], len(numbers)
-    if numbers[2] - numbers[1] != step:
-        return False
-    return list(numbers) == (list(range(first, first + step * count, step)) if step else [first] * count)
-
-
-def _run_end(names: Sequence[str], start: int, prefix: str, first: int) -> int:
-    """The end of the run that begins at `start`."""
-    stop = start + 1
-    while stop < len(names) and names[stop] == f"{prefix}{first + stop - start}":
-        stop += 1
-    return stop
-
-
-def _items(packed: Json, what: str) -> list[Json]:
-    if not isinstance(packed, list) or len(packed) > LIMIT:
-        raise _wrong(what)
-    return packed
-
-
-def _run(item: Json, before: int, what: str) -> tuple[Json, Json, int]:
-    if not isinstance(item, list) or len(item) != 3:
-        raise _wrong(what)
-    start, step, count = item
-    if type(count) is not int or not 0 < count <= LIMIT - before:
-        raise _wrong(what)
-    return start, step, count
-
-
-def _wrong(what: str) -> DamagedError:
-    return DamagedError(f"{what} is damaged: invalid column of a manifest")

@@ -172,6 +172,9 @@ class Facts:
 
 def facts_json(facts: Facts) -> Json:
     """Facts as stored in a manifest."""
+    selection = facts.selection
+    include = None if selection.include is None else list(selection.include)
+    selected = {"include": include, "exclude": list(selection.exclude)}
     return {
         "metrics": _metrics_json(facts.metrics),
         **({"carried": _metrics_json(facts.carried)} if facts.carried else {}),
@@ -181,7 +184,7 @@ def facts_json(facts: Facts) -> Json:
         "seed": values.encode(facts.seed, "seed"),
         "run": facts.run_id,
         "over": facts.over,
-        **_selection_json(facts.selection),
+        **({} if selection.everything else {"selection": selected}),
         **({} if facts.made_by_init is None else {"made_by_init": list(facts.made_by_init)}),
         **({"built": dict(facts.built)} if facts.built else {}),
         **({"places": dict(facts.places)} if facts.places else {}),
@@ -204,19 +207,6 @@ def _metrics(fields: Fields, key: str) -> dict[str, float]:
     return metrics
 
 
-def _selection_json(selection: Selection) -> dict[str, Json]:
-    include = None if selection.include is None else list(selection.include)
-    said = {"include": include, "exclude": list(selection.exclude)}
-    return {} if selection.everything else {"selection": said}
-
-
-def _selection(fields: Fields) -> Selection:
-    if fields.values.get("selection") is None:
-        return Selection()
-    said = fields.fields("selection")
-    return Selection(said.optional("include", said.texts), said.texts("exclude"))
-
-
 def facts_in(fields: Fields) -> Facts:
     """Read the JSON of `facts_json`; raises DamagedError naming the invalid part."""
     seed = values.decode(fields.values.get("seed"))
@@ -226,6 +216,10 @@ def facts_in(fields: Fields) -> Facts:
         raise fields.wrong("stop")
     if type(elapsed) not in (int, float) or not (seed is None or type(seed) is int):
         raise fields.wrong("elapsed_secs" if type(elapsed) not in (int, float) else "seed")
+    selection = EVERYTHING
+    if fields.values.get("selection") is not None:
+        said = fields.fields("selection")
+        selection = Selection(said.optional("include", said.texts), said.texts("exclude"))
     return Facts(
         metrics=_metrics(fields, "metrics"),
         carried=_metrics(fields, "carried") if "carried" in fields.values else {},
@@ -235,7 +229,7 @@ def facts_in(fields: Fields) -> Facts:
         seed=seed,
         run_id=fields.optional("run", fields.text),
         over=fields.flag("over"),
-        selection=_selection(fields),
+        selection=selection,
         made_by_init=fields.texts("made_by_init") if "made_by_init" in fields.values else None,
         built=fields.fields("built").values if "built" in fields.values else {},
         places=fields.fields("places").values if "places" in fields.values else {},

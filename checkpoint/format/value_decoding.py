@@ -1,17 +1,7 @@
-"""Encode and decode containers and generators that neither JSON nor the table of `values.py` has.
+"""Decode values that `values.encode` stored as JSON.
 
-    deque               [maxlen or null, list]
-    defaultdict         [name of the factory or null, [[key, value], ...]]
-    dataclass           [qualified name, [[field, value], ...]]
-    blob                the name of the blob at this place
-    torch.Generator     [device, base64]
-    numpy.Generator     [bit generator, state, seed sequence or null]
-    numpy.RandomState   state
-    random.Random       [version, base64 of 32-bit words, gauss]
-
-States are plain numbers and bytes. No class is looked up by a name from a file, except the bit generators and
-factories listed here. An instance of a dataclass is decoded to a dict of its fields, unless the caller has an
-object for them.
+No class is looked up by a name from a file, except the bit generators and factories listed here. An instance
+of a dataclass is decoded to a dict of its fields, unless the caller has an object for them.
 """
 
 from __future__ import annotations
@@ -26,74 +16,19 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError
+from torchrelay.errors import DamagedError, FormatError, RelayError
 from torchrelay.records import Json
 
+NUMPY_KINDS = "biufcSUmM"
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 FACTORIES: dict[str, type] = {
     one.__name__: one
     for one in (list, dict, set, int, float, complex, bool, str, tuple, deque, Counter, OrderedDict)
 }
 _UNKNOWN = "unknown to this torchrelay: use a newer one"
-Encode = Callable[[Any, str], Json]
 Decode = Callable[[Json], Any]
 Record = Callable[[str, dict[str, Any]], Any]
 """Makes the object for a dataclass from its qualified name and its fields."""
-
-
-def encode_container(value: Any, path: str, encode: Encode, *, root: bool) -> tuple[str, Json]:
-    """Tag and content of a deque, a defaultdict or a generator.
-
-    `root`: the value is all that is stored, so the program has an object to load it into.
-    """
-    if type(value) is deque:
-        return "deque", [value.maxlen, [encode(item, f"{path}[{at}]") for at, item in enumerate(value)]]
-    if type(value) is defaultdict:
-        pairs = [
-            [encode(k, f"the key {k!r} of {path}"), encode(v, _inside(path, k))] for k, v in value.items()
-        ]
-        return "defaultdict", [_factory_name(value.default_factory, path, root=root), pairs]
-    return _generator_json(value, path, encode)
-
-
-def _inside(path: str, key: Any) -> str:
-    return f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
-
-
-def _factory_name(factory: Any, path: str, *, root: bool) -> str | None:
-    name = getattr(factory, "__name__", "")
-    if factory is None or (root and FACTORIES.get(name) is not factory):
-        return None
-    if FACTORIES.get(name) is not factory:
-        raise BlobError(
-            f"{path} is a defaultdict inside another value, and no load could recreate its factory: use "
-            f"one of {', '.join(FACTORIES)}, or a plain dict"
-        )
-    return str(name)
-
-
-def _generator_json(value: Any, path: str, encode: Encode) -> tuple[str, Json]:
-    if type(value) is random.Random:
-        version, words, gauss = value.getstate()
-        return "random.Random", [version, _text(_words(words)), encode(gauss, path)]
-    if type(value).__module__.startswith("torch"):
-        state = value.get_state()
-        return "torch.Generator", [str(value.device), _text(state.numpy().tobytes())]
-    if type(value).__name__ == "RandomState":
-        return "numpy.RandomState", encode(value.get_state(legacy=False), path)
-    bits = value.bit_generator
-    if type(bits).__name__ not in BIT_GENERATORS or not type(bits).__module__.startswith("numpy"):
-        raise BlobError(
-            f"{path} draws from a {type(bits).__qualname__}, which cannot be stored: use one of numpy's own, "
-            f"{', '.join(BIT_GENERATORS)}"
-        )
-    seeds = getattr(getattr(bits, "seed_seq", None), "state", None)
-    return "numpy.Generator", [type(bits).__name__, encode(bits.state, path), encode(seeds, path)]
-
-
-def decode_container(kind: str, content: Json, decode: Decode, record: Record) -> Any:
-    """Decode a value; a generator is a new one with that state."""
-    return _DECODERS[kind](content, decode, record)
 
 
 def _deque(content: Json, decode: Decode, record: Record) -> deque[Any]:
@@ -126,7 +61,7 @@ def _torch_generator(content: Json, decode: Decode, record: Record) -> Any:
     import torch
 
     device, data = content
-    state = torch.frombuffer(bytearray(base64.b64decode(data, validate=True)), dtype=torch.uint8)
+    state = torch.frombuffer(bytearray(_bytes(data)), dtype=torch.uint8)
     try:
         found = torch.Generator(device=device)
         found.set_state(state)
@@ -139,8 +74,7 @@ def _numpy_generator(content: Json, decode: Decode, record: Record) -> Any:
     name, state, seeds = content
     if name not in BIT_GENERATORS:
         raise FormatError(f"a stored generator draws from {name!r}, {_UNKNOWN}")
-    numpy = _numpy_random()
-    given = decode(seeds)
+    given, numpy = decode(seeds), _numpy("generator").random
     bits = getattr(numpy, name)(None if given is None else numpy.SeedSequence(**given))
     bits.state = decode(state)
     return numpy.Generator(bits)
@@ -150,7 +84,7 @@ def _random_state(content: Json, decode: Decode, record: Record) -> Any:
     state = decode(content)
     if state["bit_generator"] not in BIT_GENERATORS:
         raise FormatError(f"a stored RandomState draws from {state['bit_generator']!r}, {_UNKNOWN}")
-    numpy = _numpy_random()
+    numpy = _numpy("generator").random
     found = numpy.RandomState(getattr(numpy, state["bit_generator"])())
     found.set_state(state)
     return found
@@ -159,25 +93,10 @@ def _random_state(content: Json, decode: Decode, record: Record) -> Any:
 def _python_random(content: Json, decode: Decode, record: Record) -> random.Random:
     version, words, gauss = content
     found = random.Random()  # noqa: S311
-    data = base64.b64decode(words, validate=True)
+    data = _bytes(words)
     state = struct.unpack(f"<{len(data) // 4}I", data)
     found.setstate((version, state, decode(gauss)))
     return found
-
-
-def _numpy_random() -> Any:
-    try:
-        return importlib.import_module("numpy.random")
-    except ImportError as error:
-        raise FormatError("a stored generator is a numpy one: install numpy") from error
-
-
-def _words(words: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(words)}I", *words)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
 
 
 _DECODERS: dict[str, Callable[[Json, Decode, Record], Any]] = {
@@ -189,7 +108,6 @@ _DECODERS: dict[str, Callable[[Json, Decode, Record], Any]] = {
     "numpy.RandomState": _random_state,
     "random.Random": _python_random,
 }
-CONTAINER_KINDS = frozenset(_DECODERS)
 
 
 TensorReader = Callable[[Json], Any]
@@ -236,13 +154,9 @@ def holds_only_tensors(json: Json) -> bool:
         return False
     if json.get("$") == "tensor":
         return True
-    items = (
-        json.values()
-        if "$" not in json
-        else [item for _, item in json["v"]]
-        if json["$"] in _MAPPINGS
-        else ()
-    )
+    items = list(json.values()) if "$" not in json else []
+    if json.get("$") in _MAPPINGS:
+        items = [item for _, item in json["v"]]
     return bool(items) and all(map(holds_only_tensors, items))
 
 
@@ -261,7 +175,7 @@ def renamed_references(json: Json, names: Mapping[str, str]) -> Json:
         return {"$": kind, "v": [*form, name] if form else name}
     if kind == "blob":
         return {"$": kind, "v": names.get(content, content)}
-    if kind in _SEQUENCES or kind in _MAPPINGS or kind in CONTAINER_KINDS or kind == "ordered":
+    if kind in _SEQUENCES or kind in _MAPPINGS or kind in _DECODERS or kind == "ordered":
         return {"$": kind, "v": renamed_references(content, names)}
     return json
 
@@ -286,8 +200,8 @@ def _decode(json: Json, by: _Readers) -> Any:
         return _TENSORS[kind](content, by.tensor)
     if kind == "blob":
         return by.blob(str(content))
-    if kind in CONTAINER_KINDS:
-        return decode_container(kind, content, lambda inner: _decode(inner, by), by.record)
+    if kind in _DECODERS:
+        return _DECODERS[kind](content, lambda inner: _decode(inner, by), by.record)
     if kind in _LEAVES:
         return _LEAVES[kind](content)
     if kind == "ordered":
@@ -316,10 +230,6 @@ def _mapping(empty: dict[Any, Any], pairs: Json, by: _Readers) -> dict[Any, Any]
 
 def _bytes(content: str) -> bytes:
     return base64.b64decode(content, validate=True)
-
-
-def _int(content: str) -> int:
-    return int(content, 16) if "x" in content else int(content)
 
 
 def _float(content: Json) -> float:
@@ -382,16 +292,16 @@ def _numbers(content: Json, tensor: TensorReader) -> Any:
 
 def _numpy_dtype(text: str) -> Any:
     dtype = _numpy().dtype(text)
-    if dtype.kind not in "biufcSUmM":
+    if dtype.kind not in NUMPY_KINDS:
         raise DamagedError(f"a stored value has the numpy type {text!r}")
     return dtype
 
 
-def _numpy() -> Any:
+def _numpy(what: str = "value") -> Any:
     try:
         import numpy
     except ImportError as error:
-        raise FormatError("a stored value is a numpy one: install numpy") from error
+        raise FormatError(f"a stored {what} is a numpy one: install numpy") from error
     return numpy
 
 
@@ -413,14 +323,8 @@ def _torch_device(content: str) -> Any:
         raise DamagedError(f"invalid device {content!r}: {error}") from error
 
 
-def _torch_size(content: Json) -> Any:
-    import torch
-
-    return torch.Size(content)
-
-
 _LEAVES: dict[str, Callable[[Any], Any]] = {
-    "int": _int,
+    "int": lambda content: int(content, 16) if "x" in content else int(content),
     "float": _float,
     "complex": _complex,
     "bytes": _bytes,
@@ -430,7 +334,7 @@ _LEAVES: dict[str, Callable[[Any], Any]] = {
     "ndarray": _array,
     "torch.dtype": _torch_dtype,
     "torch.device": _torch_device,
-    "torch.Size": _torch_size,
+    "torch.Size": lambda content: importlib.import_module("torch").Size(content),
 }
 _TENSORS: dict[str, Callable[[Any, TensorReader], Any]] = {
     "tensor": lambda content, tensor: tensor(content),

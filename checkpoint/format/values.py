@@ -20,9 +20,16 @@ ascending order. All else takes the tagged form `{"$": kind, "v": content}`:
 - numbers: ["list" or "tuple", result of the caller's `memory` callback]
 - ordered: [dimensions from the outermost in memory, an array]
 - blob: result of the caller's `blob` callback
+- deque: [maxlen or null, list]
+- defaultdict: [name of the factory or null, [[key, value], ...]]
+- dataclass: [qualified name, [[field, value], ...]]
+- torch.Generator: [device, base64]
+- numpy.Generator: [bit generator, state, seed sequence or null]
+- numpy.RandomState: state
+- random.Random: [version, base64 of 32-bit words, gauss]
 
-Containers and generators have the forms of `value_decoding`. A user's dict `{"$": ...}` is stored as kind
-"dict". No code of the value's class is called; subclasses (enums, named tuples) raise with their name.
+States are plain numbers and bytes. A user's dict `{"$": ...}` is stored as kind "dict". No code of the
+value's class is called; subclasses (enums, named tuples) raise with their name.
 Scalars of one container are encoded by one built-in function each, because there may be millions.
 """
 
@@ -30,6 +37,7 @@ from __future__ import annotations
 
 import base64
 import math
+import random
 import struct
 import sys
 from array import array
@@ -40,7 +48,13 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import INTEGER_LIMIT
-from torchrelay.checkpoint.format.value_decoding import ParameterName, decode, encode_container
+from torchrelay.checkpoint.format.value_decoding import (
+    BIT_GENERATORS,
+    FACTORIES,
+    NUMPY_KINDS,
+    ParameterName,
+    decode,
+)
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import (
     classes_of_fields,
@@ -95,6 +109,10 @@ def tagged(kind: str, content: Json) -> Json:
     return {TAG: kind, CONTENT: content}
 
 
+def _path_below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
+
+
 class _Encoder:
     """Encodes one value."""
 
@@ -129,17 +147,15 @@ class _Encoder:
                 "dict, a field of a dataclass whose annotation names that class, or have an instance in "
                 "the container when it is registered"
             )
-        outside = self._classes
+        kind: Any = type(value)
+        outside, classes, fields = self._classes, classes_of_fields(kind), []
         try:
-            return [type(value).__qualname__, list(self._fields(value, path))]
+            for field in record_fields(value):
+                self._classes = classes.get(field, {})
+                fields.append([field, self.encode(getattr(value, field), f"{path}.{field}")])
+            return [name, fields]
         finally:
             self._classes = outside
-
-    def _fields(self, value: Any, path: str) -> Iterator[Json]:
-        kind: Any = type(value)
-        for name in record_fields(value):
-            self._classes = classes_of_fields(kind).get(name, {})
-            yield [name, self.encode(getattr(value, name), f"{path}.{name}")]
 
     @contextmanager
     def _entered(self, value: Any, path: str) -> Iterator[None]:
@@ -182,8 +198,8 @@ class _Encoder:
         )
 
     def _pair(self, key: Any, item: Any, path: str) -> Json:
-        inside = f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
-        return [self._hashable(key, lambda key: f"the key {key!r} of {path}"), self.encode(item, inside)]
+        hashed = self._hashable(key, lambda key: f"the key {key!r} of {path}")
+        return [hashed, self.encode(item, _path_below(path, key))]
 
     def _hashable(self, value: Any, path_of: Callable[[Any], str]) -> Json:
         """An item of a set, or a key; tensors raise, because a load could not restore their identity."""
@@ -201,21 +217,22 @@ class _Encoder:
                 if self._hashed:
                     raise BlobError(f"{path} is a tensor, found by its identity there: keep it in a list")
                 name = self._tensor(path, value)
-                return (
-                    tagged("parameter", str(name)) if type(name) is ParameterName else tagged("tensor", name)
-                )
+                learned = type(name) is ParameterName
+                return tagged("parameter", str(name)) if learned else tagged("tensor", name)
             if type(value) is torch.Size:
                 return tagged("torch.Size", list(value))
             if type(value) in (torch.dtype, torch.device):
                 return tagged(f"torch.{type(value).__name__}", str(value).removeprefix("torch."))
         if (numpy := sys.modules.get("numpy")) is not None:
-            if isinstance(value, numpy.generic) and _is_numpy_scalar(value):
+            stored = isinstance(value, (numpy.generic, numpy.ndarray)) and value.dtype.kind in NUMPY_KINDS
+            if stored and type(value) is value.dtype.type:
                 return tagged("numpy", [_dtype_text(value.dtype), _base64(value.tobytes())])
-            if type(value) is numpy.ndarray and _has_form(value.dtype):
+            # Not texts of length 0, which would get longer.
+            if stored and type(value) is numpy.ndarray and value.dtype.itemsize > 0:
                 return self._array(value, path)
         if type(value) in (deque, defaultdict) or is_generator(value):
             with self._entered(value, path):
-                return tagged(*encode_container(value, path, self.encode, root=len(self._inside) == 1))
+                return (self._generator if is_generator(value) else self._collection)(value, path)
         if is_record(value):
             with self._entered(value, path):
                 return tagged("dataclass", self._record(value, path))
@@ -232,6 +249,44 @@ class _Encoder:
             f"{path} is a {kind}{elements}, which cannot be stored: use tensors, numbers, text, bytes or "
             "containers of these, or an object with state_dict"
         )
+
+    def _collection(self, value: deque[Any] | defaultdict[Any, Any], path: str) -> Json:
+        if isinstance(value, deque):
+            items = [self.encode(item, f"{path}[{at}]") for at, item in enumerate(value)]
+            return tagged("deque", [value.maxlen, items])
+        pairs = [
+            [self.encode(key, f"the key {key!r} of {path}"), self.encode(item, _path_below(path, key))]
+            for key, item in value.items()
+        ]
+        factory, root = value.default_factory, len(self._inside) == 1
+        name = getattr(factory, "__name__", "")
+        known = factory is not None and FACTORIES.get(name) is factory
+        if not (known or factory is None or root):  # the program has an object to load a root into
+            raise BlobError(
+                f"{path} is a defaultdict inside another value, and no load could recreate its factory: use "
+                f"one of {', '.join(FACTORIES)}, or a plain dict"
+            )
+        return tagged("defaultdict", [name if known else None, pairs])
+
+    def _generator(self, value: Any, path: str) -> Json:
+        if type(value) is random.Random:
+            version, words, gauss = value.getstate()
+            data = struct.pack(f"<{len(words)}I", *words)
+            return tagged("random.Random", [version, _base64(data), self.encode(gauss, path)])
+        if type(value).__module__.startswith("torch"):
+            state = value.get_state().numpy().tobytes()
+            return tagged("torch.Generator", [str(value.device), _base64(state)])
+        if type(value).__name__ == "RandomState":
+            return tagged("numpy.RandomState", self.encode(value.get_state(legacy=False), path))
+        bits = value.bit_generator
+        name = type(bits).__name__
+        if name not in BIT_GENERATORS or not type(bits).__module__.startswith("numpy"):
+            raise BlobError(
+                f"{path} draws from a {type(bits).__qualname__}, which cannot be stored: use one of numpy's "
+                f"own, {', '.join(BIT_GENERATORS)}"
+            )
+        seeds = getattr(getattr(bits, "seed_seq", None), "state", None)
+        return tagged("numpy.Generator", [name, self.encode(bits.state, path), self.encode(seeds, path)])
 
     def _array(self, value: Any, path: str) -> Json:
         form = [_dtype_text(value.dtype), list(value.shape)]
@@ -257,17 +312,7 @@ class _Encoder:
 
 
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict, Counter})
-_NUMPY_KINDS = "biufcSUmM"
 _TENSOR_KINDS = ("?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "F", "D")
-
-
-def _is_numpy_scalar(value: Any) -> bool:
-    return type(value) is value.dtype.type and value.dtype.kind in _NUMPY_KINDS
-
-
-def _has_form(dtype: Any) -> bool:
-    """Whether arrays of this type can be stored: texts of length 0 would get longer."""
-    return dtype.kind in _NUMPY_KINDS and dtype.itemsize > 0
 
 
 def _dtype_text(dtype: Any) -> str:
@@ -351,12 +396,10 @@ def _base64(data: bytes | bytearray) -> str:
 
 
 def _int(value: int) -> Json:
-    return value if abs(value) < INTEGER_LIMIT else tagged("int", _decimal(value))
-
-
-def _decimal(value: int) -> str:
+    if abs(value) < INTEGER_LIMIT:
+        return value
     # Hexadecimal beyond what Python converts in linear time (sys.set_int_max_str_digits).
-    return str(value) if value.bit_length() < 4096 else hex(value)
+    return tagged("int", str(value) if value.bit_length() < 4096 else hex(value))
 
 
 def _float(value: float) -> Json:

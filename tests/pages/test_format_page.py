@@ -38,7 +38,7 @@ from torchrelay.checkpoint.format.position import (
 from torchrelay.checkpoint.format.shard import entries, header
 from torchrelay.checkpoint.format.shard import header as shard
 from torchrelay.checkpoint.format.shard import header as shard_parts
-from torchrelay.checkpoint.format.value_decoding import CONTAINER_KINDS
+from torchrelay.checkpoint.format.value_decoding import _DECODERS
 from torchrelay.checkpoint.load.verify import VerificationStatus
 from torchrelay.checkpoint.log import chain, lease, record, view
 from torchrelay.checkpoint.log import record as job_file
@@ -112,7 +112,7 @@ def test_value_tags() -> None:
         value_decoding._MAPPINGS,
         value_decoding._TENSORS,
     )
-    others = CONTAINER_KINDS | {"blob", "ordered"}
+    others = {*_DECODERS} | {"blob", "ordered"}
     assert first_cells("Typed values") == {tag for table in tables for tag in table} | others
 
 
@@ -245,7 +245,7 @@ def test_names_of_files() -> None:
         ("a file of at most 16 MiB", canonical_json.LIMIT_BYTES == 16 * MIB),
         ("values of at most 64 KiB", schema.VALUE_LIMIT_BYTES == 64 << 10),
         ("at most 1 MiB; kinds", values.ARRAY_LIMIT == MIB),
-        ("kinds `biufcSUmM`", values._NUMPY_KINDS == "biufcSUmM"),
+        ("kinds `biufcSUmM`", value_decoding.NUMPY_KINDS == "biufcSUmM"),
         ("At most 32 containers", values.LEVELS == 32),
         ("at most 4096 characters", names.LONGEST_NAME == 4096),
         ("and at most 2^22", columns.LIMIT == 1 << 22),

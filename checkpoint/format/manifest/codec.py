@@ -491,7 +491,6 @@ def _shards(columns: TableColumns) -> tuple[ShardRow, ...]:
 
 
 def _by_row(fields: Fields, key: str) -> dict[int, Json]:
-    """Pairs of a leaf row and its value."""
     found: dict[int, Json] = {}
     for pair in fields.items(key):
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or pair[0] in found:

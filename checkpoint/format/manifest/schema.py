@@ -210,10 +210,7 @@ VALUE_LIMIT_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class EpochNodes:
-    """The nodes of the epoch in the order of their ranks, and their hosts.
-
-    `others` are nodes of earlier attempts that leaves are referenced from; their numbers follow.
-    """
+    """Nodes by rank, and their hosts; `others` are nodes of earlier attempts, whose numbers follow."""
 
     nodes: tuple[str, ...]
     hosts: tuple[str, ...]

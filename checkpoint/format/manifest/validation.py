@@ -54,10 +54,7 @@ class RequiredFiles:
 
 
 def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
-    """Check the world, the blobs, the leaves and their layouts; returns which files they need.
-
-    Depends otherwise only on the number of attempts and the rows that have values.
-    """
+    """Check world, blobs, leaves and layouts; returns which files they need."""
     demand = _demand(what)
     _check_world(manifest.world, demand)
     _check_blobs(manifest, demand)
@@ -65,7 +62,10 @@ def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
         _check_layout(manifest, layout, number, demand)
     _check_leaves(manifest, demand)
     _check_names(manifest, demand)
-    _check_values(manifest, demand)
+    for row in manifest.values:
+        demand(0 <= row < len(manifest.leaves), f"a value is of unknown leaf {row}")
+        leaf = manifest.leaves[row]
+        demand(leaf.kind == "value" and leaf.scope == "replicated", f"{leaf.name} cannot have a value here")
     return tuple(_needed(manifest))
 
 
@@ -86,7 +86,6 @@ Demand = Callable[[bool, str], None]
 
 
 def _demand(what: str) -> Demand:
-    """A function that raises DamagedError for a failed check."""
 
     def demand(condition: bool, complaint: str) -> None:
         if not condition:
@@ -240,13 +239,6 @@ def _check_names(manifest: Manifest, demand: Demand) -> None:
             demand(bool(fits) and all(fits), f"{leaf.name} is an alias of nothing")
 
 
-def _check_values(manifest: Manifest, demand: Demand) -> None:
-    for row in manifest.values:
-        demand(0 <= row < len(manifest.leaves), f"a value is of unknown leaf {row}")
-        leaf = manifest.leaves[row]
-        demand(leaf.kind == "value" and leaf.scope == "replicated", f"{leaf.name} cannot have a value here")
-
-
 def _check_shards(manifest: Manifest, demand: Demand) -> None:
     if _plain(manifest):
         return
@@ -267,10 +259,7 @@ def _check_shards(manifest: Manifest, demand: Demand) -> None:
 
 
 def _plain(manifest: Manifest) -> bool:
-    """Whether all shards are valid, and each file has one part, compared by columns.
-
-    False is not conclusive: then each shard is checked, to name the error or to count parts.
-    """
+    """Whether all shards are valid and of one part, by columns; False is not conclusive."""
     if not manifest.shards:
         return True
     nodes, groups, parts, sizes, headers, digests, sources = zip(*manifest.shards, strict=True)
@@ -330,5 +319,4 @@ def _holders(
 
 
 def _within(numbers: Sequence[int], limit: int) -> bool:
-    """Whether all numbers are from 0 to below the limit."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < limit)
