@@ -14,8 +14,8 @@ from torchrelay.jobs.config.schema import Phase
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.selection import LOADER, MODEL, OPTIMIZER, SCHEDULER, run_of
-from torchrelay.runners.distributed.environment import read_launch_env
-from torchrelay.runners.training.extras.warm_start import LoadedUpstream, load_upstream
+from torchrelay.runners.distributed.launcher import read_launch_env
+from torchrelay.runners.training.extras.upstream import LoadedUpstream, load_upstream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import RelayError
-from torchrelay.runners.distributed.environment import current_world
+from torchrelay.runners.distributed.launcher import current_world
 
 if TYPE_CHECKING:
     import torch

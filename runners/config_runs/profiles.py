@@ -57,7 +57,7 @@ from torchrelay.runners.config_runs.selection import (
 )
 from torchrelay.runners.config_runs.training import runner_options
 from torchrelay.runners.config_runs.user_objects import made
-from torchrelay.runners.distributed.environment import current_world, read_launch_env
+from torchrelay.runners.distributed.launcher import current_world, read_launch_env
 from torchrelay.runners.remote_runs.local_copies import mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.training.exit import code_of_result

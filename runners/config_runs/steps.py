@@ -54,7 +54,7 @@ from torchrelay.runners.config_runs.user_objects import (
     sample_error,
     scheduled_by_epoch,
 )
-from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.distributed.launcher import read_launch_env
 from torchrelay.runners.remote_runs.names import is_remote
 from torchrelay.runners.training.job_runner import JobRunner
 from torchrelay.runners.training.startup import bind_for_load

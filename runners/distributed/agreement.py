@@ -55,19 +55,14 @@ class StorePeers:
         name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
         failure: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.name_of = name_of
-        self.failure = failure
+        self.rank, self.size, self.name_of, self.failure = rank, size, name_of, failure
         self.ask: Callable[[Sequence[int]], dict[int, str]] | None = None
         self.waiting: Callable[[], object] = lambda: None
         self.hosts: Hosts | None = None
         self.launch = ""
-        self._flat = Hosts.one(size)
-        self._store = store
-        self._deadline_secs = deadline_secs
-        self._round = 0
-        self._lines = 0
+        self._flat = Hosts((tuple(range(size)),))
+        self._store, self._deadline_secs = store, deadline_secs
+        self._round = self._lines = 0
 
     def exchange(
         self,
@@ -87,7 +82,8 @@ class StorePeers:
         secs = self._deadline_secs if deadline_secs is None else deadline_secs
         hosts = self._flat if self.hosts is None or self.size <= self.most_posts else self.hosts
         with phase.during(f"waiting for the others at {topic!r}"):
-            self._post(topic, value)
+            entry = {"topic": topic, "value": value}
+            self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
             if meanwhile is not None:
                 meanwhile()
             if self.rank == 0:
@@ -102,33 +98,19 @@ class StorePeers:
     def apart(self) -> StorePeers:
         """Return the same ranks over another connection and other keys, for another thread."""
         self._lines += 1
-        line = StorePeers(
-            self._store.clone(f"line-{self._lines}"),
-            self.rank,
-            self.size,
-            deadline_secs=self._deadline_secs,
-            name_of=self.name_of,
-            failure=self.failure,
-        )
-        line.hosts = self.hosts
-        line.ask = self.ask
-        line.launch = self.launch
+        line = StorePeers(self._store.clone(f"line-{self._lines}"), self.rank, self.size)
+        line._deadline_secs, line.name_of, line.failure = self._deadline_secs, self.name_of, self.failure
+        line.hosts, line.ask, line.launch = self.hosts, self.ask, self.launch
         return line
 
     def leave(self) -> None:
         """Announce that this rank takes part in no further round, so that no rank waits for it."""
-        self._store.put(self._left(self.rank), b"")
+        self._store.put(f"left/{self.rank}", b"")
         self._store.add(_LEAVERS, 1)
-
-    def _post(self, topic: str, value: Json) -> None:
-        """Post this rank's value of the round."""
-        entry = {"topic": topic, "value": value}
-        self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
 
     def _lead(
         self, topic: str, hosts: Hosts, secs: float, for_others: Callable[[Json], Json] | None
     ) -> _Runs:
-        """Gather and publish the values on rank 0, and return them."""
         answer = joined(self._gather(topic, hosts, Deadline(secs)))
         with undisturbed():
             runs = _runs_in(answer)
@@ -149,10 +131,13 @@ class StorePeers:
         reports = [self._reported(leader) for leader in hosts.leaders[1:]]
         while not self._store.wait(own + reports, deadline.left):
             self.waiting()
-            self._stop_for_failure()
-            self._stop_for_leavers(topic)
+            self._check_others(topic)
             if deadline.over:
-                return self._present(hosts)
+                return [  # the available reports, or the available posts of hosts without one
+                    self._post_of(self._reported(leader))
+                    or joined([self._post_of(self._key(rank)) or b"null" for rank in host])
+                    for leader, host in zip(hosts.leaders, hosts.members, strict=True)
+                ]
         found = self._store.get(own + reports)
         return [joined(found[: len(own)]), *found[len(own) :]]
 
@@ -168,36 +153,23 @@ class StorePeers:
             self.waiting()
             if self._store.has(self._answer()):
                 return False
-            self._stop_for_failure()
-            self._stop_for_leavers(topic)
+            self._check_others(topic)
             if patience.over:
                 late = [rank for rank in range(self.size) if not self._store.has(self._key(rank))]
                 raise DeadlineError(self._late_text(topic, secs, late or [0]))
         return True
 
-    def _present(self, hosts: Hosts) -> list[bytes]:
-        """Return the available reports, or the available posts of hosts without one."""
-        return [
-            self._post_of(self._reported(leader))
-            or joined([self._post_of(self._key(rank)) or b"null" for rank in host])
-            for leader, host in zip(hosts.leaders, hosts.members, strict=True)
-        ]
-
     def _post_of(self, key: str) -> bytes | None:
-        """Return the value of a key, None if it does not exist."""
         return self._store.get([key])[0] if self._store.has(key) else None
 
-    def _stop_for_failure(self) -> None:
-        """Raise PeerError if a rank has failed."""
+    def _check_others(self, topic: str) -> None:
+        """Raise PeerError if a rank has failed, or has left although this round needs it."""
         failure = self.failure()
         if failure is not None:
             raise PeerError(failure)
-
-    def _stop_for_leavers(self, topic: str) -> None:
-        """Raise PeerError when a rank that this round still needs has left."""
         if self._store.add(_LEAVERS, 0) == 0:
             return
-        left = [rank for rank in range(self.size) if self._store.has(self._left(rank))]
+        left = [rank for rank in range(self.size) if self._store.has(f"left/{rank}")]
         # In this order: a rank posts, and rank 0 answers, before it leaves.
         needed = [rank for rank in left if not self._store.has(self._key(rank))]
         if 0 in left and self.rank != 0 and not self._store.has(self._answer()):
@@ -228,33 +200,25 @@ class StorePeers:
         old = self._round - _KEPT_ROUNDS
         if old <= 0:
             return
-        of_leader = (
-            [self._answer(old)] if self.rank == 0 else [self._reported(self.rank, old)] if leads else []
-        )
-        self._store.delete(self._key(self.rank, old), *of_leader)
+        own = [self._key(self.rank, old)]
+        if self.rank == 0 or leads:
+            own.append(self._answer(old) if self.rank == 0 else self._reported(self.rank, old))
+        self._store.delete(*own)
 
-    def _left(self, rank: int) -> str:
-        """Return the key by which a rank announces its exit."""
-        return f"left/{rank}"
+    # Keys in the store: of a rank's post, of a host's report, of rank 0's answer
 
     def _key(self, rank: int, of_round: int | None = None) -> str:
-        """Return the key of a rank's post."""
         return f"round/{of_round or self._round}/{rank}"
 
     def _reported(self, leader: int, of_round: int | None = None) -> str:
-        """Return the key of a host's report."""
         return f"round/{of_round or self._round}/host/{leader}"
 
     def _answer(self, of_round: int | None = None) -> str:
-        """Return the key of rank 0's answer."""
         return f"round/{of_round or self._round}/all"
 
 
 def joined(texts: Sequence[bytes]) -> bytes:
-    """Encode runs of equal texts once, as one JSON text.
-
-    Joined posts are a host's report, joined reports the answer to all.
-    """
+    """Encode runs of equal texts once, as one JSON text: posts of a host, or reports of all hosts."""
     runs = [(text, sum(1 for _ in same)) for text, same in groupby(texts)]
     return b"[%b]" % b",".join(b"[%d,%b]" % (count, text) for text, count in runs)
 
@@ -355,19 +319,22 @@ class LoopWatch:
             try:
                 work.wait(poll)
                 return
-            except RuntimeError as error:
+            except RuntimeError as failed:
                 if work.is_completed():
-                    raise self._late(error) from error
+                    raise self._late(failed) from failed
             with phase.during("waiting for the others in ctx.steps"):
                 if (found := self._contradiction(self._store)) is not None:
                     raise UsageError(found)
-                self._check_failed()
+                for rank, note in self._notes(self._store):
+                    if note["failed"] and note["run"] == self._loops.note()["run"]:
+                        error = PeerError(f"rank {rank} failed while this one was in a loop of ctx.steps")
+                        error.consequence = True
+                        raise error  # the failure itself arrives in the next round
                 self.show_waiting()  # after reading: its note replaces that of another rank
                 if (failure := self._failure()) is not None:
                     raise PeerError(failure)
 
     def _late(self, error: RuntimeError) -> Exception:
-        """Return the error for an agreement that timed out or lost its connection."""
         if "timed out" not in str(error).lower():
             return error
         others = [rank for rank in range(self._size) if rank != self._rank][:_MOST_ASKED]
@@ -384,22 +351,12 @@ class LoopWatch:
                 return found
         return None
 
-    def _check_failed(self) -> None:
-        """Leave the loop if another rank has failed; the error itself arrives in the next round."""
-        for rank, note in self._notes(self._store):
-            if note["failed"] and note["run"] == self._loops.note()["run"]:
-                error = PeerError(f"rank {rank} failed while this one was in a loop of ctx.steps")
-                error.consequence = True
-                raise error
-
     def _notes(self, store: StoreClient) -> list[tuple[int, Note]]:
-        """Read the notes of other ranks."""
         with suppress(PeerError):  # the watcher looks after the store
             found = [store.get([key])[0] for key in (_LEFT, _WAITS) if store.has(key)]
             return [(rank, note) for rank, note in map(json.loads, found) if rank != self._rank]
         return []
 
     def _put(self, key: str) -> None:
-        """Publish the note of this rank."""
         with suppress(PeerError):
             self._store.put(key, json.dumps([self._rank, self._loops.note()]).encode())

@@ -14,15 +14,25 @@ A rank that leaves cleanly announces it; one that exits unannounced has failed.
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
-from torchrelay.errors import PeerError, StorageError, UsageError
+import torchrelay
+from torchrelay.errors import DeadlineError, PeerError, StorageError, UsageError
 from torchrelay.jobs.runtime import phase, stack_of_main_thread
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import (
+from torchrelay.runners.distributed.host_monitor import CONNECT_SECS, Orders
+from torchrelay.runners.distributed.launcher import (
     NOTE_SECS,
     Failure,
     end_process,
@@ -30,9 +40,144 @@ from torchrelay.runners.distributed.launcher_status import (
     write_failure,
     write_stderr_within,
 )
-from torchrelay.runners.distributed.liveness import LifeLines, ProcessId
-from torchrelay.runners.distributed.monitor_client import MonitorLine
+from torchrelay.runners.distributed.liveness import (
+    JsonLineSocket,
+    LifeLines,
+    Message,
+    ProcessId,
+    by_group,
+    connect_to,
+)
 from torchrelay.runners.distributed.rendezvous import Deadline, StoreClient, ranks_text
+
+_START_SECS = 120.0
+_PROGRAM = (
+    "import sys; sys.path.append({root!r}); "
+    "from torchrelay.runners.distributed.host_monitor import main; main()"
+)
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
+"""Variables for the interpreter; others are dropped, because ranks are found by them."""
+
+
+class MonitorLine:
+    """Receive failures from the host monitor; for one thread, but `leave` may come from another."""
+
+    def __init__(self, line: JsonLineSocket, token: str, own: ProcessId) -> None:
+        self._line = line
+        self._own = own
+        self._token = token
+        self._failure: Failure | None = None
+        self._left = False
+
+    def introduce(self, thread: int) -> None:
+        """Send rank, pid and the thread of this process that is always scheduled."""
+        hello = {"token": self._token, "rank": self._own.rank, "thread": thread, "phase": phase.show()}
+        self._line.send(hello)
+
+    def reported(self) -> Failure | None:
+        """Return the failure that the monitor reported, or the loss of the monitor; never waits."""
+        for message in self._line.receive():
+            if "failure" in message and self._failure is None:
+                self._failure = Failure.decode(message["failure"].encode())
+        if self._line.closed and self._failure is None and not self._left:
+            text = f"PeerError: the host monitor of {self._own.host} is gone (killed, or out of memory)"
+            self._failure = Failure(self._own.rank, self._own.host, "the job", text, PeerError.exit_code)
+        return self._failure
+
+    def leave(self) -> None:
+        """Announce that the exit of this process will not be a failure."""
+        self._left = True
+        self._line.send({"left": True})
+
+
+def join_host_monitor(
+    store: StoreClient, rank: int, processes: Sequence[ProcessId], master: str, patience: WatcherTimeouts
+) -> MonitorLine:
+    """Connect to the monitor of this host; the host's lowest rank starts it first.
+
+    `master` is an address of the job's store; the route to it gives this host's own address. Raises PeerError
+    if the monitor does not start or answer, DeadlineError if no rank started it.
+    """
+    groups = list(by_group(processes).values())
+    index = next(at for at, ranks in enumerate(groups) if rank in ranks)
+    if groups[index][0] == rank:
+        hub = _posted(store, 0) if index else None  # what the first host posted
+        orders = Orders(
+            token=hub["token"] if hub else secrets.token_hex(16),
+            host=processes[rank].host,
+            pids={one: processes[one].pid for one in groups[index]},
+            silence=patience.silence,
+            look=patience.look,
+            shared=len(groups) > 1 and hub is None,
+            hub={key: hub[key] for key in ("addresses", "port", "host", "ranks")} if hub else None,
+        )
+        posted: Message = {
+            "port": launch_host_monitor(orders)[0],
+            "token": orders.token,
+            "host": orders.host,
+            "ranks": groups[index],
+        }
+        posted["addresses"] = _addresses(master, orders.host) if orders.shared else []
+        store.put(_key(index), json.dumps(posted).encode())
+    found = _posted(store, index)
+    try:
+        line = connect_to("127.0.0.1", found["port"], CONNECT_SECS)
+    except OSError as error:
+        raise PeerError(f"the host monitor of {processes[rank].host} does not answer: {error}") from error
+    return MonitorLine(line, found["token"], processes[rank])
+
+
+def _posted(store: StoreClient, index: int) -> Message:
+    deadline = Deadline(_START_SECS)
+    while not store.wait([_key(index)], deadline.left):
+        if deadline.over:
+            raise DeadlineError(
+                f"waited {_START_SECS:g} s for the lowest rank of host {index} to start its host monitor"
+            )
+    return dict(json.loads(store.get([_key(index)])[0]))
+
+
+def launch_host_monitor(orders: Orders) -> tuple[int, int]:
+    """Start a host monitor, which shares only stderr with this process; return its port and pid."""
+    root = str(Path(torchrelay.__file__).resolve().parents[1])
+    command = [sys.executable, "-S", "-I", "-c", _PROGRAM.format(root=root)]
+    try:
+        process = subprocess.Popen(  # noqa: S603 - this very interpreter
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise PeerError(f"cannot start the host monitor of {orders.host} ({command[0]}): {error}") from error
+    assert process.stdin and process.stdout  # noqa: S101 - they are pipes
+    with process.stdin as orders_to, process.stdout as port:
+        orders_to.write(json.dumps(asdict(orders)).encode() + b"\n")
+        orders_to.flush()
+        answer = port.readline()
+    if not answer.strip().isdigit():
+        raise PeerError(f"the host monitor of {orders.host} did not start (exit code {process.wait(10)})")
+    process.returncode = 0  # not waited for: it ends after its last rank
+    return int(answer), process.pid
+
+
+def _addresses(master: str, host: str) -> list[str]:
+    """List addresses by which other hosts may reach this one: that of the route to the store, and names."""
+    found: list[str] = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 9))
+                found.append(probe.getsockname()[0])
+        except OSError:
+            continue
+    return list(dict.fromkeys([*found, master, host]))
+
+
+def _key(index: int) -> str:
+    return f"monitor/{index}"
+
 
 _FAILURE = "failure"
 _SHOWN = "shown"
@@ -63,10 +208,7 @@ class WatcherTimeouts:
 
 
 def patience_of(environ: Mapping[str, str]) -> WatcherTimeouts:
-    """Return the timeouts of the environment: TORCHRELAY_SILENCE_SECS, 10 by default, at least 2.
-
-    Raises UsageError for an invalid value.
-    """
+    """Return the timeouts of the environment: TORCHRELAY_SILENCE_SECS, 10 by default, at least 2."""
     text = environ.get("TORCHRELAY_SILENCE_SECS", "10")
     try:
         secs = float(text)
@@ -109,8 +251,7 @@ class Watcher:
         self._end = end
         self._answered = False
         self._received_at = 0.0
-        self._lock = threading.Lock()
-        """Guards the store client; held while waiting for the store."""
+        self._lock = threading.Lock()  # guards the store client; held while waiting for the store
         self._deciding, self._leaving, self._stopping = threading.Lock(), threading.Lock(), threading.Event()
         self._first: Failure | None = None
         self._received: Failure | None = None
@@ -136,19 +277,15 @@ class Watcher:
         """Announce a clean exit of this rank and stop watching; may be called again."""
         if self._stopping.is_set():
             return
-        self.announce_exit()
+        if self._monitor is not None:
+            self._monitor.leave()
+        with self._lock, suppress(PeerError):  # without the store no rank can be notified
+            self._store.put(_left(self._rank), b"")
         self._stopping.set()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout=5)
         self._lines.close()
-
-    def announce_exit(self) -> None:
-        """Announce that the exit of this process will not be a failure."""
-        if self._monitor is not None:
-            self._monitor.leave()
-        with self._lock, suppress(PeerError):  # without the store no rank can be notified
-            self._store.put(_left(self._rank), b"")
 
     @property
     def failure(self) -> Failure | None:
@@ -177,11 +314,16 @@ class Watcher:
             where = "".join(f"rank {rank} is in {doing}\n" for rank, doing in self.ask(others).items())
             traceback = f"{where}{traceback}"
         first = self._report(Failure(self._rank, own.host, task, traceback, exit_code))
-        self._await_shown()
+        shown = Deadline(self.patience.shown)
+        with suppress(PeerError):
+            while not shown.over:
+                with self._lock:
+                    if self._store.add(_SHOWN, 0) >= len(self._processes):
+                        return first
+                time.sleep(0.05)
         return first
 
     def _report(self, failure: Failure) -> Failure | None:
-        """Publish a failure unless there is one; return the first."""
         try:
             with self._lock:
                 first = Failure.decode(self._store.put_once(_FAILURE, failure.encode()))
@@ -208,20 +350,9 @@ class Watcher:
         write_failure(first.rank, first.host, first.headline(), first.exit_code)
         return True
 
-    def _await_shown(self) -> None:
-        """Wait until all ranks have printed the failure."""
-        deadline = Deadline(self.patience.shown)
-        with suppress(PeerError):
-            while not deadline.over:
-                with self._lock:
-                    if self._store.add(_SHOWN, 0) >= len(self._processes):
-                        return
-                time.sleep(0.05)
-
     # The watcher thread
 
     def _watch(self) -> None:
-        """Run the watcher thread."""
         while not self._stopping.is_set():
             ended = self._lines.ended(self.patience.look)
             if self._stopping.is_set():
@@ -246,7 +377,10 @@ class Watcher:
         if first is not None:
             self._learn(first)
         elif dead:
-            self._blame(dead, "died unexpectedly (killed, out of memory, or crashed)")
+            lost = self._processes[dead[0]]
+            names = str(lost) if len(dead) == 1 else f"{ranks_text(dead)} on {lost.host}"
+            text = f"PeerError: {names} died unexpectedly (killed, out of memory, or crashed)"
+            self._report(Failure(lost.rank, lost.host, "the job", text, LOST_PEER))
         elif self._received is not None:
             self._report(self._received)
         elif (astray := self._astray()) is not None:
@@ -276,14 +410,7 @@ class Watcher:
                 time.sleep(0.05)
         return found
 
-    def _blame(self, ranks: Sequence[int], what: str) -> None:
-        """Report dead processes of this host as the failure."""
-        lost = self._processes[ranks[0]]
-        names = str(lost) if len(ranks) == 1 else f"{ranks_text(list(ranks))} on {lost.host}"
-        self._report(Failure(lost.rank, lost.host, "the job", f"PeerError: {names} {what}", LOST_PEER))
-
     def _leave_when_due(self) -> None:
-        """End this process when its grace period after the first failure is over."""
         first, due = self._first, self._leave_at
         if first is not None and due is not None and time.monotonic() >= due:
             self._end_noted(first.headline(), first.exit_code)
@@ -324,7 +451,6 @@ class Watcher:
             self._decide(found)
 
     def _leave(self, why: str, code: int) -> None:
-        """End this process with a message and an exit code."""
         write_stderr_within(f"torchrelay: {self._processes[self._rank]} exits: {why}\n")
         self._end_noted(why, code)
 
@@ -336,10 +462,8 @@ class Watcher:
 
 
 def _left(rank: int) -> str:
-    """Return the key by which a rank announces a clean exit."""
     return f"left/{rank}"
 
 
 def _doing(rank: int) -> str:
-    """Return the key under which a rank publishes what it is doing."""
     return f"doing/{rank}"

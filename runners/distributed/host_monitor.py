@@ -18,21 +18,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import field
 from functools import partial
 from typing import BinaryIO
 
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import Failure, write_stderr
-from torchrelay.runners.distributed.liveness import (
-    JsonLineSocket,
-    Message,
-    StallTimer,
-    connect_to,
-    pulse_of,
-)
+from torchrelay.runners.distributed.launcher import Failure, write_stderr
+from torchrelay.runners.distributed.liveness import JsonLineSocket, Message, StallTimer, connect_to, pulse_of
 
 BEATS_PER_SILENCE = 10
 CONNECT_SECS = 5.0
@@ -147,12 +141,9 @@ class HostMonitor:
                 line.send({"token": self.orders.token, **names})
                 self._take_host(Host(line, hub["host"], tuple(hub["ranks"])))
                 return
-        self._fail(
-            min(self._ranks),
-            f"{self.orders.host} cannot reach the host monitor of {hub['host']} at any of "
-            f"{', '.join(hub['addresses'])} (port {hub['port']}): "
-            "allow connections between all hosts",
-        )
+        first, here, there = self._ranks[min(self._ranks)], self.orders.host, ", ".join(hub["addresses"])
+        text = f"{here} cannot reach the host monitor of {hub['host']} at any of {there} (port {hub['port']})"
+        self._report(first.rank, here, f"{self._name(first)} {text}: allow connections between all hosts")
 
     @property
     def done(self) -> bool:
@@ -200,12 +191,10 @@ class HostMonitor:
         self._listen_to(descriptor, hear)
 
     def _ignore(self, descriptor: int) -> None:
-        """Stop listening to a descriptor."""
         if self._on.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
     def _accept(self) -> None:
-        """Accept a connection, and close the oldest unidentified one if there are too many."""
         with suppress(OSError):
             line = JsonLineSocket(self._listener.accept()[0])
             self._strangers[line] = None
@@ -217,7 +206,6 @@ class HostMonitor:
                     self._reject(oldest)
 
     def _reject(self, line: JsonLineSocket) -> None:
-        """Close an unidentified connection."""
         self._strangers.pop(line, None)
         self._ignore(line.link.fileno())
         line.close()
@@ -236,26 +224,21 @@ class HostMonitor:
         if "host" in hello:
             self._take_host(Host(line, str(hello["host"]), tuple(hello["ranks"])))
         elif hello.get("rank") in self._ranks:
-            self._take_rank(self._ranks[hello["rank"]], line, hello)
+            rank = self._ranks[hello["rank"]]
+            rank.line, rank.thread = line, int(hello["thread"])
+            with suppress(OSError):
+                rank.phase = open(hello["phase"], "rb", buffering=0)  # noqa: SIM115 - open as long as the rank
+            self._listen_to_line(line, partial(self._receive_from_rank, rank))
+            self._send_failure(line)
+            self._receive_from_rank(rank)
 
     def _take_host(self, host: Host) -> None:
-        """Add a connection of another host's monitor."""
         self._hosts.append(host)
         self._listen_to_line(host.line, partial(self._receive_from_host, host))
         self._send_failure(host.line)
         self._receive_from_host(host)  # messages that arrived with the first one
 
-    def _take_rank(self, rank: Rank, line: JsonLineSocket, hello: Message) -> None:
-        """Add the connection of a rank."""
-        rank.line, rank.thread = line, int(hello["thread"])
-        with suppress(OSError):
-            rank.phase = open(hello["phase"], "rb", buffering=0)  # noqa: SIM115 - open as long as the rank
-        self._listen_to_line(line, partial(self._receive_from_rank, rank))
-        self._send_failure(line)
-        self._receive_from_rank(rank)
-
     def _send_failure(self, line: JsonLineSocket) -> None:
-        """Send the first failure, if there is one."""
         if self.failure is not None:
             line.send({"failure": self.failure.encode().decode()})
 
@@ -276,7 +259,7 @@ class HostMonitor:
         rank.ended = True
         if not rank.left:
             why = "died unexpectedly (killed, out of memory, or crashed)"
-            self._fail(rank.rank, f"{why}; {rank.was()}")
+            self._fail(rank, why)
 
     def _receive_from_host(self, host: Host) -> None:
         """Handle messages of another host, and the loss of its connection."""
@@ -286,10 +269,8 @@ class HostMonitor:
             if "failure" in message:
                 self._spread(Failure.decode(message["failure"].encode()))
         if host.line.closed and not host.left:
-            host.left = True
-            self._lose(
-                host, "disconnected unexpectedly: all its processes are gone, or its monitor was killed"
-            )
+            why = "all its processes are gone, or its monitor was killed"
+            self._lose(host, f"disconnected unexpectedly: {why}")
 
     # Checks
 
@@ -301,7 +282,6 @@ class HostMonitor:
         for host in self._hosts:
             host.silent += passed
             if host.silent >= self.orders.silence and not host.left:
-                host.left = True
                 self._lose(host, f"was silent for {host.silent:.0f} s (host or network lost, or frozen)")
         if now - self._beat_at >= self.orders.silence / BEATS_PER_SILENCE:
             self._beat_at = now
@@ -315,30 +295,31 @@ class HostMonitor:
         still = rank.frozen.update(pulse := pulse_of(rank.pid, rank.thread), passed)
         if pulse is not None and still >= self.orders.silence:
             what = f"has been frozen for {still:.0f} s ({pulse.meaning()}); its stack cannot be read"
-            self._fail(rank.rank, f"{what}; {rank.was()}")
+            self._fail(rank, what)
         pulse = pulse_of(rank.pid, rank.pid)
         hung = rank.main.update(pulse if pulse and pulse.state == "D" else None, passed)
+        what = f"has been in one system call for {hung:.0f} s"
         if hung >= self.orders.silence and not rank.warned:
             rank.warned = True
-            what = f"has been in one system call for {hung:.0f} s"
-            write_stderr(f"torchrelay: {self._name(rank.rank)} {what}; {rank.was()}\n")
+            write_stderr(f"torchrelay: {self._name(rank)} {what}; {rank.was()}\n")
         if hung >= self.orders.hung:
-            self._fail(rank.rank, f"has been in one system call for {hung:.0f} s; {rank.was()}")
+            self._fail(rank, what)
 
     # Reports
 
     def _lose(self, host: Host, what: str) -> None:
-        """Report the loss of a host."""
+        host.left = True
         ranks = f"rank{'s' if len(host.ranks) > 1 else ''} {', '.join(map(str, host.ranks[:16]))}"
-        self._spread(_failure(host.ranks[0], host.name, f"host {host.name} with {ranks} {what}"))
+        self._report(host.ranks[0], host.name, f"host {host.name} with {ranks} {what}")
 
-    def _fail(self, rank: int, what: str) -> None:
-        """Report the failure of a rank of this host."""
-        self._spread(_failure(rank, self.orders.host, f"{self._name(rank)} {what}"))
+    def _fail(self, rank: Rank, what: str) -> None:
+        self._report(rank.rank, self.orders.host, f"{self._name(rank)} {what}; {rank.was()}")
 
-    def _name(self, rank: int) -> str:
-        """Name a rank of this host in messages."""
-        return f"rank {rank} (pid {self.orders.pids[rank]} on {self.orders.host})"
+    def _report(self, rank: int, host: str, text: str) -> None:
+        self._spread(Failure(rank, host, "the job", f"PeerError: {text}", LOST_PEER))
+
+    def _name(self, rank: Rank) -> str:
+        return f"rank {rank.rank} (pid {rank.pid} on {self.orders.host})"
 
     def _spread(self, failure: Failure) -> None:
         """Record the first failure and send it to all ranks and monitors."""
@@ -351,19 +332,13 @@ class HostMonitor:
                 self._send_failure(line)
 
     def _kill(self) -> None:
-        """Kill the ranks that are still alive."""
         for rank in self._ranks.values():
             if not rank.gone and rank.descriptor is not None:
                 what = f"is killed: it is still alive {self.orders.kill:g} s after the failure"
-                write_stderr(f"torchrelay: {self._name(rank.rank)} {what}\n")
+                write_stderr(f"torchrelay: {self._name(rank)} {what}\n")
                 with suppress(OSError):
                     signal.pidfd_send_signal(rank.descriptor, signal.SIGKILL)
                 rank.left = True
-
-
-def _failure(rank: int, host: str, text: str) -> Failure:
-    """Make a failure that is a lost peer."""
-    return Failure(rank, host, "the job", f"PeerError: {text}", LOST_PEER)
 
 
 def listen(*, shared: bool) -> socket.socket:
@@ -377,7 +352,7 @@ def listen(*, shared: bool) -> socket.socket:
     return listener
 
 
-def main(arguments: Sequence[str] = ()) -> None:
+def main() -> None:
     """Read the orders from stdin, print the port, and watch until all ranks are gone."""
     for name in _IGNORED:  # a launcher's signals are for the ranks; the monitor exits after them
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -17,7 +17,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ _STATES = {
     "t": "stopped by a debugger",
     "D": "in a freezer, or in a system call that does not return",
 }
-_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,12 @@ def pulse_of(pid: int, thread: int) -> Pulse | None:
         return None
 
 
+@dataclass
 class StallTimer:
     """Measure how long a thread has not been scheduled, sampled by the caller."""
 
-    def __init__(self) -> None:
-        self.secs = 0.0
-        self.pulse: Pulse | None = None
+    secs: float = 0.0
+    pulse: Pulse | None = None
 
     def update(self, pulse: Pulse | None, passed_secs: float) -> float:
         """Add a sample, taken `passed_secs` after the previous one; return the seconds of the stall."""
@@ -88,15 +87,11 @@ class ProcessId:
 
 def own_process(rank: int) -> ProcessId:
     """Describe this process."""
-
-    def answer(ask: Callable[[], object]) -> str:
-        try:
-            return str(ask()).strip()
-        except OSError:
-            return "unknown"
-
-    host = socket.gethostname()
-    boot, namespace = answer(Path("/proc/sys/kernel/random/boot_id").read_text), answer(_NAMESPACE.readlink)
+    host, boot, namespace = socket.gethostname(), "unknown", "unknown"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        namespace = str(Path("/proc/self/ns/pid").readlink())
     return ProcessId(rank, os.getpid(), host, f"{host}/{boot}/{namespace}")
 
 
@@ -140,7 +135,6 @@ class LifeLines:
             self._forget(descriptor)
 
     def _watch(self, name: str, pid: int) -> None:
-        """Open a descriptor of a process."""
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -152,7 +146,6 @@ class LifeLines:
             self._poll.register(descriptor, select.POLLIN)
 
     def _forget(self, descriptor: int) -> str:
-        """Close a descriptor and return its name."""
         self._poll.unregister(descriptor)
         os.close(descriptor)
         return self._names.pop(descriptor)

@@ -8,7 +8,7 @@ The launcher's store outlives attempts, and no number of the launcher distinguis
 only the failures of its own host. Therefore:
 
 1. (all ranks)  post a new token under the own rank
-2. (rank 0)     gather the tokens, publish the roll {nonce, tokens}; again after any token changed
+2. (rank 0)     gather the tokens, publish the roll [nonce, tokens]; again after any token changed
 3. (all ranks)  a roll with the own token is of this attempt: acknowledge its nonce
 4. (rank 0)     all acknowledged: publish that the nonce holds; all ranks continue below it
 
@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
-from queue import Empty, SimpleQueue
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torchrelay.errors import DeadlineError, PeerError
+from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.environment import LaunchEnv
+from torchrelay.runners.distributed.launcher import LaunchEnv
 
 POLL_SECS = 1.0
 _CONNECT_SECS, _CONNECT_PAUSE_SECS = 20.0, 0.2
@@ -56,9 +54,10 @@ class StoreClient:
     def __init__(self, store: Store, where: str) -> None:
         self._store = store
         self._where = where
-        self._parts: dict[str, int] = {}
-        """Number of parts, by key, of long values put by this client."""
-        self._waiter: _Waiter | None = None
+        self._parts: dict[str, int] = {}  # number of parts, by key, of long values put by this client
+        self._waiter: tuple[Store, Worker] | None = None
+        """A connection, and a thread that waits without a timeout: torch logs each wait that has one."""
+        self._awaited: tuple[list[str], WorkItem[None]] | None = None
 
     def clone(self, prefix: str = "") -> StoreClient:
         """Open another connection, for another thread; `prefix` limits its keys."""
@@ -119,13 +118,24 @@ class StoreClient:
         """Wait at most `secs`, limited to one poll, until all keys exist; return whether they do."""
         if self.has(*keys):
             return True
-        if self._waiter is None or self._waiter.keys not in (None, list(keys)):
-            self._waiter = _Waiter(self.clone()._store)
+        names = list(keys)
+        if self._waiter is None or (self._awaited is not None and self._awaited[0] != names):
+            self._waiter, self._awaited = (self.clone()._store, Worker("torchrelay-store")), None
+        store, worker = self._waiter
+        if self._awaited is None:
+            submitted = worker.submit(partial(store.wait, names, _LONG))
+            if submitted is None:
+                raise PeerError("this process cannot start a thread to wait for the store")
+            self._awaited = names, submitted
+        item = self._awaited[1]
+        if not item.over.wait(max(0.01, min(secs, POLL_SECS))):
+            return False
+        self._awaited = None
         with self._guarded():
-            return self._waiter.wait(keys, max(0.01, min(secs, POLL_SECS)))
+            item.result()
+        return True
 
     def _whole(self, key: str, head: bytes) -> bytes:
-        """Return a value, joined from its parts."""
         if head[:1] == _WHOLE:
             return head[1:]
         names = [f"{key}#{index}" for index in range(int(head[1:]))]
@@ -139,51 +149,6 @@ class StoreClient:
         except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
             reason = str(error).split("\n", 1)[0]
             raise PeerError(f"the store at {self._where} does not answer any more: {reason}") from error
-
-
-class _Waiter:
-    """Wait for keys without a timeout, in a thread with a connection of its own.
-
-    Torch logs two lines for every wait that times out, so callers poll this object instead. The thread stays
-    for the next wait, and ends with the waiter.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._asked: SimpleQueue[list[str] | None] = SimpleQueue()
-        self._answers: SimpleQueue[Exception | None] = SimpleQueue()
-        self.keys: list[str] | None = None
-        """Keys it waits for; None if it is idle."""
-        threading.Thread(
-            target=_answer, args=(store, self._asked, self._answers), name="torchrelay-store", daemon=True
-        ).start()
-        weakref.finalize(self, self._asked.put, None)
-
-    def wait(self, keys: Sequence[str], secs: float) -> bool:
-        """Return True if the keys exist within `secs`; raises errors of the store."""
-        if self.keys is None:
-            self.keys = list(keys)
-            self._asked.put(self.keys)
-        try:
-            error = self._answers.get(timeout=secs)
-        except Empty:
-            return False
-        self.keys = None
-        if error is not None:
-            raise error
-        return True
-
-
-def _answer(
-    store: Store, asked: SimpleQueue[list[str] | None], answers: SimpleQueue[Exception | None]
-) -> None:
-    """Run the thread of a waiter."""
-    while (keys := asked.get()) is not None:
-        try:
-            store.wait(keys, _LONG)
-        except Exception as error:
-            answers.put(error)
-        else:
-            answers.put(None)
 
 
 class Deadline:
@@ -244,10 +209,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of each host in rank order; hosts in the order of their lowest ranks, rank 0's first.
-
-    Every rank is in exactly one host. Ranks of a host need not be consecutive.
-    """
+    """The ranks of each host in rank order; hosts in the order of their lowest ranks."""
 
     members: tuple[tuple[int, ...], ...]
 
@@ -255,11 +217,6 @@ class Hosts:
     def of(cls, groups: Iterable[Iterable[int]]) -> Hosts:
         """Sort groups of ranks."""
         return cls(tuple(sorted(tuple(sorted(group)) for group in groups)))
-
-    @classmethod
-    def one(cls, size: int) -> Hosts:
-        """Put all ranks on one host."""
-        return cls((tuple(range(size)),))
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
@@ -283,30 +240,7 @@ class Hosts:
 
 _SHORTEST_SECS, _LONGEST_SECS = 0.01, 0.1
 """Interval of polls; waiting for keys is useless here: those of an earlier attempt exist already."""
-_HOLDS_SECS = 0.2
-"""A roll with an outdated token of another rank is replaced."""
-
-
-@dataclass(frozen=True)
-class Roll:
-    """The tokens of all ranks of one attempt, and the nonce of the attempt."""
-
-    nonce: str
-    tokens: tuple[str, ...]
-
-    def encode(self) -> bytes:
-        """Encode the roll for the store."""
-        return json.dumps({"nonce": self.nonce, "tokens": self.tokens}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Roll:
-        """Decode a roll."""
-        fields = json.loads(data)
-        return cls(fields["nonce"], tuple(fields["tokens"]))
-
-    def has(self, rank: int, size: int, token: str) -> bool:
-        """Return True if this roll has `size` ranks and the current `token` of `rank`."""
-        return len(self.tokens) == size and self.tokens[rank] == token
+_HOLDS_SECS = 0.2  # A roll with an outdated token of another rank is replaced
 
 
 def agree_on_nonce(
@@ -324,7 +258,7 @@ def agree_on_nonce(
     """
     token = secrets.token_hex(8)
     deadline = Deadline(timeout_secs)
-    store.put(_hello(rank), token.encode())
+    store.put(f"hello/{rank}", token.encode())
     if rank == 0:
         return _lead(store, size, token, deadline, check)
     return _follow(store, rank, size, token, deadline, check)
@@ -332,27 +266,27 @@ def agree_on_nonce(
 
 def _lead(store: StoreClient, size: int, token: str, deadline: Deadline, check: Callable[[], None]) -> str:
     """Gather the tokens on rank 0, and publish the roll until all ranks acknowledge it."""
-    hellos = [_hello(rank) for rank in range(size)]
-    roll, pause = Roll("", ()), _SHORTEST_SECS
+    hellos = [f"hello/{rank}" for rank in range(size)]
+    nonce, tokens, pause = "", [""], _SHORTEST_SECS
     while not deadline.over:
         check()
         if store.has(*hellos):
-            tokens = tuple(token.decode() for token in store.get(hellos))
-            if tokens != roll.tokens:
-                roll, pause = Roll(secrets.token_hex(8), tokens), _SHORTEST_SECS
-                store.put("roll", roll.encode())
-            acks = [_ack(roll.nonce, rank) for rank in range(1, size)]
-            if not roll.has(0, size, token):
-                store.put(_hello(0), token.encode())
+            found = [token.decode() for token in store.get(hellos)]
+            if found != tokens:
+                nonce, tokens, pause = secrets.token_hex(8), found, _SHORTEST_SECS
+                store.put("roll", json.dumps([nonce, tokens]).encode())
+            acks = [f"ack/{nonce}/{rank}" for rank in range(1, size)]
+            if tokens[0] != token:
+                store.put("hello/0", token.encode())
             elif not acks or store.has(*acks):
-                store.put(_holds(roll.nonce), b"")
-                return roll.nonce
+                store.put(f"holds/{nonce}", b"")
+                return nonce
         time.sleep(min(pause, deadline.left))
         pause = min(2 * pause, _LONGEST_SECS)
     late = [
         rank
         for rank in range(1, size)
-        if not store.has(_hello(rank)) or not (roll.nonce and store.has(_ack(roll.nonce, rank)))
+        if not store.has(f"hello/{rank}") or not (nonce and store.has(f"ack/{nonce}/{rank}"))
     ]
     raise DeadlineError(
         f"waited {deadline.secs:g} s for all {size} ranks to start; missing: {ranks_text(late)}"
@@ -368,40 +302,24 @@ def _follow(
         check()
         if not store.wait(["roll"]):
             continue
-        roll = Roll.decode(store.get(["roll"])[0])
-        if not roll.has(rank, size, token):
-            store.put(
-                _hello(rank), token.encode()
-            )  # again: a rank of an earlier attempt may have replaced it
+        nonce, tokens = json.loads(store.get(["roll"])[0])
+        if len(tokens) != size or tokens[rank] != token:
+            # again: a rank of an earlier attempt may have replaced it
+            store.put(f"hello/{rank}", token.encode())
             time.sleep(min(pause, deadline.left))
             pause = min(2 * pause, _LONGEST_SECS)
             continue
-        store.put(_ack(roll.nonce, rank), b"")
-        if store.wait([_holds(roll.nonce)], _HOLDS_SECS):
-            return roll.nonce
+        store.put(f"ack/{nonce}/{rank}", b"")
+        if store.wait([f"holds/{nonce}"], _HOLDS_SECS):
+            return str(nonce)
     raise DeadlineError(
         f"rank {rank} waited {deadline.secs:g} s for rank 0 to gather all {size} ranks: "
         "rank 0 or another rank did not start"
     )
 
 
-def _hello(rank: int) -> str:
-    """Return the key of a rank's token."""
-    return f"hello/{rank}"
-
-
-def _ack(nonce: str, rank: int) -> str:
-    """Return the key of a rank's acknowledgement."""
-    return f"ack/{nonce}/{rank}"
-
-
-def _holds(nonce: str) -> str:
-    """Return the key that confirms a nonce."""
-    return f"holds/{nonce}"
-
-
-def ranks_text(ranks: list[int], most: int = 16) -> str:
-    """Name ranks in a message, at most `most` of them."""
-    shown = ", ".join(str(rank) for rank in ranks[:most])
-    rest = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name at most 16 ranks in a message."""
+    shown = ", ".join(str(rank) for rank in ranks[:16])
+    rest = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{rest}"

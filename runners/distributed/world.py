@@ -1,4 +1,7 @@
-"""Connect the processes of one attempt: their store, agreement, watcher and process groups."""
+"""The processes of one attempt: their store, agreement, watcher and process groups.
+
+Only process groups created here are destroyed here; a default group that the user created stays open.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,27 @@ import os
 import secrets
 import sys
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchrelay.checkpoint.storage.work import hanging
-from torchrelay.errors import PeerError, RelayError, exit_code_of
+from torchrelay.errors import PeerError, RelayError, UsageError, exit_code_of
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, Solo
-from torchrelay.runners.distributed import environment
+from torchrelay.records import dataclass
+from torchrelay.runners.distributed import launcher
 from torchrelay.runners.distributed.agreement import LoopWatch, StorePeers
-from torchrelay.runners.distributed.environment import LaunchEnv, names_by_rank
-from torchrelay.runners.distributed.failure_watcher import Watcher, patience_of
+from torchrelay.runners.distributed.failure_watcher import Watcher, join_host_monitor, patience_of
+from torchrelay.runners.distributed.launcher import LaunchEnv, names_by_rank
 from torchrelay.runners.distributed.liveness import ProcessId, by_group, is_orphan, own_process
 from torchrelay.runners.distributed.loops import Loops
-from torchrelay.runners.distributed.monitor_client import join_host_monitor
-from torchrelay.runners.distributed.process_groups import ProcessGroups
 from torchrelay.runners.distributed.rendezvous import (
     Deadline,
     Hosts,
@@ -32,6 +39,191 @@ from torchrelay.runners.distributed.rendezvous import (
     connect,
     ranks_text,
 )
+
+
+class GroupWire:
+    """A `Wire` over a dedicated gloo group, whose timeout limits each broadcast."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self.rank = rank
+        self._group = group
+
+    def broadcast(self, memory: memoryview, source: int) -> None:
+        """Send or receive in place; see `jobs.wire`."""
+        try:
+            dist.broadcast(torch.frombuffer(memory, dtype=torch.uint8), src=source, group=self._group)
+        except RuntimeError as error:
+            lost = PeerError(
+                f"{len(memory)} bytes from rank {source} did not arrive: {error}; restart, or load without "
+                "share_reads"
+            )
+            lost.consequence = True
+            raise lost from error
+
+
+DEFAULT_TIMEOUT_SECS = 1800.0
+_MOST_FLAGS = 8  # all agreements have this size, so that ranks out of step still match
+
+
+def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> torch.device:
+    """Return the device of this process: its own GPU if there are any, else the CPU."""
+    if wanted is not None:
+        device = torch.device(wanted)
+        if device.type != "cuda" or device.index is not None:
+            return device
+    elif not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if env.local_rank >= count:
+        raise UsageError(
+            f"LOCAL_RANK={env.local_rank}, but this host has {count} visible GPUs: start one process per GPU "
+            "(torchrun --nproc-per-node=gpu), or set device='cuda:0' if each process sees only its own GPU"
+        )
+    return torch.device("cuda", env.local_rank)
+
+
+@dataclass(frozen=True)
+class PendingFlags:
+    """A posted agreement; `wait` may be called several times."""
+
+    flags: torch.Tensor
+    count: int
+    work: Any = None
+    watch: LoopWatch | None = None
+
+    def wait(self) -> tuple[int, ...]:
+        """Block until all processes have posted; return the maximum of every flag."""
+        if self.watch is not None:
+            self.watch.wait(self.work)
+        elif self.work is not None:
+            self.work.wait()
+        return tuple(int(flag) for flag in self.flags[: self.count])
+
+
+class Flags:
+    """Agreements of some ranks over a dedicated gloo group; a single rank needs no group."""
+
+    def __init__(self, group: Any = None, watch: LoopWatch | None = None) -> None:
+        self._group, self._watch = group, watch
+        self.posted = 0  # number of agreements of this rank
+
+    def agree_flags(self, flags: Sequence[int]) -> PendingFlags:
+        """Post up to 8 small numbers without blocking; `wait` of the result returns their maximum over ranks.
+
+        All ranks post in the same order. Collectives of the training do not delay them.
+        """
+        values = torch.tensor([*flags, *[0] * (_MOST_FLAGS - len(flags))], dtype=torch.int64)
+        if self._group is None:
+            return PendingFlags(values, len(flags))
+        self.posted += 1
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return PendingFlags(values, len(flags), work, self._watch)
+
+    def catch_up(self, posted: int) -> None:
+        """Take part in agreements that other ranks have already posted, to get in step with them."""
+        for _ in range(posted - self.posted):
+            self.agree_flags(()).wait()
+
+
+class ProcessGroups:
+    """Create the groups of one session, in the same order on all ranks, and destroy them."""
+
+    def __init__(
+        self,
+        env: LaunchEnv,
+        store: StoreClient | None,
+        device: torch.device,
+        backend: str,
+        timeout_secs: float,
+        watch: LoopWatch | None,
+    ) -> None:
+        self._env, self._watch = env, watch
+        self._timeout = timedelta(seconds=timeout_secs)
+        self._made: list[Any] = []
+        self._placed: dict[tuple[int, ...], Any] = {}
+        self._flags_of: dict[tuple[int, ...], Flags] = {}
+        self._wire: GroupWire | None = None
+        self.owns_default = not dist.is_initialized()
+        if self.owns_default:
+            # The launcher's store outlives attempts: with the default prefix a restarted job would read the
+            # gloo addresses of dead processes.
+            dist.init_process_group(
+                backend,
+                store=store.raw("torch") if store else dist.HashStore(),  # type: ignore[attr-defined]
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=self._timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+        elif (seen := (dist.get_rank(), dist.get_world_size())) != (env.rank, env.world_size):
+            raise UsageError(
+                f"the existing process group is rank {seen[0]} of {seen[1]}, but the environment has rank "
+                f"{env.rank} of {env.world_size} (RANK, WORLD_SIZE): start with torchrun and let "
+                "torchrelay.init() create the group"
+            )
+        self.default = dist.group.WORLD
+        self.flags = self.flags_of(range(env.world_size))  # agreements of all ranks
+
+    def flags_of(self, ranks: Sequence[int]) -> Flags:
+        """Return the agreements of some ranks; all ranks of the job call this, in the same order."""
+        members = tuple(sorted(ranks))
+        if members not in self._flags_of:
+            group = self._new_group(list(members), "gloo") if len(members) > 1 else None
+            self._flags_of[members] = Flags(group, self._watch)
+        return self._flags_of[members]
+
+    def posted(self) -> dict[str, int]:
+        """Return how many agreements this rank has posted, by the ranks that agree."""
+        return {",".join(map(str, members)): flags.posted for members, flags in self._flags_of.items()}
+
+    def catch_up(self, posted: Sequence[dict[str, int]]) -> None:
+        """Bring this rank's agreements to the numbers `posted` of all ranks."""
+        for members, flags in list(self._flags_of.items()):
+            if self._env.rank in members:
+                key = ",".join(map(str, members))
+                flags.catch_up(max(posted[rank].get(key, 0) for rank in members))
+
+    def of_ranks(self, ranks: Sequence[int]) -> Any:
+        """Return the group of some ranks, created at the first call; all ranks of the job call this."""
+        members = tuple(sorted(ranks))
+        if members not in self._placed:
+            every = members == tuple(range(self._env.world_size))
+            self._placed[members] = self.default if every else self._new_group(list(members), None)
+        return self._placed[members]
+
+    def wire(self) -> GroupWire | None:
+        """Return the wire for bytes of CPU memory, with a gloo group of its own; None for a single rank."""
+        if self._wire is None and self._env.world_size > 1:
+            self._wire = GroupWire(self._new_group(None, "gloo"), self._env.rank)
+        return self._wire
+
+    def collectives(self) -> int:
+        """Return how many collectives this rank has started in the default group; 0 if unknown."""
+        try:
+            return int(self.default._get_sequence_number_for_group())  # type: ignore[union-attr]
+        except (AttributeError, RuntimeError):
+            return 0
+
+    def destroy(self) -> None:
+        """Destroy the groups created here, once. Live DDP objects are harmless afterwards."""
+        if not dist.is_initialized():  # the user destroyed them
+            return
+        if self.owns_default:
+            dist.destroy_process_group()
+        else:
+            for group in reversed(self._made):
+                dist.destroy_process_group(group)
+        self._made.clear()
+        self._placed.clear()
+        self._flags_of.clear()
+        self._wire = None
+
+    def _new_group(self, ranks: list[int] | None, backend: str | None) -> Any:
+        group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._made.append(group)
+        return group
+
 
 START_SECS = 300.0
 _LATE_AT_THE_END_SECS = 3600.0
@@ -70,7 +262,7 @@ class World:
         self.loops.collectives = self.groups.collectives
         self._excepthook, sys.excepthook = sys.excepthook, self._blame_uncaught
         atexit.register(self.close)
-        environment.enter(self)
+        launcher.worlds.append(self)
 
     def places(self, declared: tuple[str, ...]) -> tuple[NodePlace, ...]:
         """Return the places of all nodes if the job declares these names."""
@@ -126,12 +318,13 @@ class World:
             return
         self._closed = True
         atexit.unregister(self.close)
-        environment.leave(self)
+        launcher.worlds.remove(self)
         if sys.excepthook == self._blame_uncaught:
             sys.excepthook = self._excepthook
         if self.watcher is None or self.watcher.failure is None:
             self.groups.destroy()
-        self._linger()
+        with suppress(PeerError):  # the rank that serves the store is gone already
+            self._linger()
         if self.watcher is not None:
             self.watcher.stop()
 
@@ -139,21 +332,16 @@ class World:
         """Announce the exit; the rank that serves the store waits for the others."""
         if self._store is None:
             return
-        try:
-            if isinstance(self.peers, StorePeers):
-                self.peers.leave()
-            self._store.put(f"gone/{self.env.rank}", b"")
-            if self.env.hosts_store:
-                deadline, others = Deadline(_LATE_AT_THE_END_SECS), self._keys("gone")
-                while not deadline.over and not self._store.wait(others):
-                    if self.watcher is not None and self.watcher.failure is not None:
-                        self._store.wait(others, 2 * self.watcher.patience.look)
-                        return
-        except PeerError:  # the rank that serves the store is gone already
-            return
+        if isinstance(self.peers, StorePeers):
+            self.peers.leave()
+        self._store.put(f"gone/{self.env.rank}", b"")
+        deadline, others = Deadline(_LATE_AT_THE_END_SECS), self._keys("gone")
+        while self.env.hosts_store and not deadline.over and not self._store.wait(others):
+            if self.watcher is not None and self.watcher.failure is not None:
+                self._store.wait(others, 2 * self.watcher.patience.look)
+                return
 
     def _keys(self, what: str) -> list[str]:
-        """Return the keys `what/0`, `what/1`, ... of all ranks."""
         return [f"{what}/{rank}" for rank in range(self.env.world_size)]
 
     def _meet(self, start_secs: float) -> None:
@@ -165,12 +353,11 @@ class World:
                 raise PeerError("the torchrun that started this rank is gone: restart the job")
 
         self._served = connect(self.env, start_secs, check)  # kept: a store that rank 0 serves ends with it
-        below = self._served.clone(self.env.store_prefix)
-        nonce = agree_on_nonce(
+        below = self._served.clone(f"tr/{self.env.run_id or 'job'}")
+        self.nonce = agree_on_nonce(  # separates the attempts of a launch
             below, self.env.rank, self.env.world_size, timeout_secs=max(1.0, deadline.left), check=check
         )
-        self.nonce = nonce
-        self._store = below.clone(nonce)
+        self._store = below.clone(self.nonce)
         peers = StorePeers(self._store.clone("peers"), self.env.rank, self.env.world_size)
         own = own_process(self.env.rank)
         start = {"process": asdict(own), "place": asdict(_own_place(self.env, own.host))}
@@ -186,20 +373,11 @@ class World:
             ask=lambda ranks: self.watcher.ask(ranks) if self.watcher else {},
         )
         patience, monitor = patience_of(os.environ), None
+        rank = (self._store, self.env.rank, self.processes)
         if self.env.world_size > 1:  # a single rank needs no monitor: it may be stopped for long
-            silence, look, master = patience.silence, patience.look, self.env.master_addr
-            monitor = join_host_monitor(
-                self._store, self.env.rank, self.processes, master, silence=silence, look=look
-            )
+            monitor = join_host_monitor(*rank, self.env.master_addr, patience)
         self.watcher = Watcher(
-            self._store,
-            self.env.rank,
-            self.processes,
-            parent=parent,
-            hanging=hanging,
-            astray=watch.astray,
-            monitor=monitor,
-            patience=patience,
+            *rank, parent=parent, monitor=monitor, hanging=hanging, astray=watch.astray, patience=patience
         ).start()
         peers.name_of = lambda rank: str(self.processes[rank])
         peers.failure = self.watcher.failure_text
@@ -229,7 +407,6 @@ _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed
 
 
 def _text(error: BaseException) -> str:
-    """Return the text of an error that all ranks print: its traceback, or one line for Ctrl-C."""
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt (Ctrl-C)"
     return "".join(traceback.format_exception(error))
@@ -249,21 +426,14 @@ def code_of(error: BaseException) -> int:
 
 
 def why_of(error: BaseException) -> str:
-    """Return why a run failed, in one line.
-
-    If the exit of another rank caused the error (a broken connection, say), that failure comes first.
-    """
+    """Return why a run failed, in one line; if another rank's exit caused it, that comes first."""
     reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-    world = environment.current_world()
+    world = launcher.current_world()
     first = world.watcher.failure if world is not None and world.watcher is not None else None
     chain = _chain(error)
-    if (
-        world is None
-        or first is None
-        or first.rank == world.env.rank
-        or _is_from_peer(chain)
-        or not _is_broken(chain)
-    ):
+    if world is None or first is None or first.rank == world.env.rank:
+        return reason
+    if _is_from_peer(chain) or not _is_broken(chain):
         return reason
     headline = first.headline()
     return reason if headline in reason else f"{headline}; consequence on this rank: {reason}"

@@ -24,7 +24,7 @@ from torchrelay.jobs.blobs import LoopBlobs
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import current_seed
 from torchrelay.jobs.session import decide, warn
-from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.distributed.launcher import read_launch_env
 from torchrelay.runners.monitoring.progress import works_shown
 from torchrelay.runners.monitoring.text import LEVELS, level_wanted, stamped
 from torchrelay.runners.session.base import SessionBase, holding

@@ -51,7 +51,7 @@ from torchrelay.runners.config_runs.selection import (
     run_directory_of,
     source_of,
 )
-from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.distributed.launcher import read_launch_env
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import (

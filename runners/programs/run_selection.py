@@ -26,8 +26,7 @@ from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.code.snapshot import Root, Snapshot, Sources, main_script, sources_of, take
 from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, RunStore, update_note
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.environment import read_launch_env
-from torchrelay.runners.distributed.launcher_status import ATTEMPT, LAUNCH_ID
+from torchrelay.runners.distributed.launcher import ATTEMPT, LAUNCH_ID, read_launch_env
 from torchrelay.runners.monitoring.status import Standing, standing
 from torchrelay.runners.remote_runs.names import refuse_remote
 

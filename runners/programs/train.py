@@ -36,7 +36,7 @@ from torchrelay.runners.config_runs.class_loading import Unread
 from torchrelay.runners.config_runs.processes import apart
 from torchrelay.runners.config_runs.profiles import NO_WARM_START, built, run_config
 from torchrelay.runners.config_runs.selection import recorded
-from torchrelay.runners.distributed.environment import PLACE, read_launch_env
+from torchrelay.runners.distributed.launcher import PLACE, read_launch_env
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand, say
 from torchrelay.runners.programs.program import Program, ProgramCommand

@@ -11,13 +11,16 @@ from torchrelay.errors import NotAllowedNowError, PeerError, RelayError
 from torchrelay.jobs.cluster import NodePlace, check_node_name
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.session import Wire
-from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
-from torchrelay.runners.distributed.process_groups import (
+from torchrelay.runners.distributed.launcher import LaunchEnv, current_world, read_launch_env
+from torchrelay.runners.distributed.world import (
     DEFAULT_TIMEOUT_SECS,
+    START_SECS,
     PendingFlags,
+    World,
     choose_device,
+    code_of,
+    is_consequence,
 )
-from torchrelay.runners.distributed.world import START_SECS, World, code_of, is_consequence
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.steps import Agreeing
 

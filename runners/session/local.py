@@ -13,7 +13,7 @@ from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Solo
-from torchrelay.runners.distributed.environment import numbered_first, read_launch_env, world_of_parent
+from torchrelay.runners.distributed.launcher import numbered_first, read_launch_env, world_of_parent
 from torchrelay.runners.session.base import SessionBase
 
 if TYPE_CHECKING:

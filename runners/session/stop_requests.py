@@ -27,7 +27,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import seconds_in
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import write_stderr
+from torchrelay.runners.distributed.launcher import write_stderr
 
 SLURM_MARGIN_SECS = 30.0
 """Safety margin: Slurm's clock is coarse, and it sends SIGTERM only at the end."""

@@ -37,8 +37,12 @@ from torchrelay.errors import (
     UsageError,
     exit_code_of,
 )
-from torchrelay.runners.distributed.environment import current_world, launcher_restarts
-from torchrelay.runners.distributed.launcher_status import end_process, write_stderr
+from torchrelay.runners.distributed.launcher import (
+    current_world,
+    end_process,
+    launcher_restarts,
+    write_stderr,
+)
 from torchrelay.runners.session.stop_requests import ignore_termination, nothing_follows
 from torchrelay.runners.training.plan import RunResult
 

@@ -24,7 +24,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory, State
-from torchrelay.runners.distributed.launcher_status import notes, write_run
+from torchrelay.runners.distributed.launcher import notes, write_run
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState

@@ -18,8 +18,7 @@ from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
 from torchrelay.jobs.session import decide
-from torchrelay.runners.distributed.environment import current_world
-from torchrelay.runners.distributed.launcher_status import end_process, write_stderr_within
+from torchrelay.runners.distributed.launcher import current_world, end_process, write_stderr_within
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict

@@ -63,7 +63,7 @@ _NAMES = {
     "runners.session.local": "LocalSession init",
     "runners.training.extras.onnx_export": "OnnxExport",
     "runners.training.extras.upstream": "InitFrom Upstream",
-    "runners.training.extras.warm_start": "load_upstream",
+    "runners.training.extras.upstream": "load_upstream",
     "runners.training.job_runner": "JobRunner",
     "runners.training.plan": "RunResult",
     "tools.serving.handlers": "ServingHandler TensorHandler",
@@ -129,7 +129,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.session.local import LocalSession as LocalSession, init as init
     from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.training.extras.upstream import InitFrom as InitFrom, Upstream as Upstream
-    from torchrelay.runners.training.extras.warm_start import load_upstream as load_upstream
+    from torchrelay.runners.training.extras.upstream import load_upstream as load_upstream
     from torchrelay.runners.training.job_runner import JobRunner as JobRunner
     from torchrelay.runners.training.plan import RunResult as RunResult
     from torchrelay.tools.serving.handlers import ServingHandler as ServingHandler

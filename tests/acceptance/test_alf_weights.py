@@ -16,8 +16,7 @@ from torch import nn
 from torchrelay import InitFrom, Job, JobRunner, LocalSession, Upstream, max_epochs, open_checkpoint
 from torchrelay.errors import BlobError, TaskFailedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.training.extras.upstream import given_of
-from torchrelay.runners.training.extras.warm_start import open_sources
+from torchrelay.runners.training.extras.upstream import given_of, open_sources
 
 
 class Crowd(nn.Module):

@@ -36,7 +36,7 @@ NOT_FOR_A_LOCAL_RUN = (
     *(
         "runners.training.extras.onnx_export",
         "runners.training.extras.replay",
-        "runners.training.extras.warm_start",
+        "runners.training.extras.upstream",
         "runners.training.extras.remote_run",
     ),
 )

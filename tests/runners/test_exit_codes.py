@@ -10,8 +10,8 @@ import torch
 
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.errors import PeerError, TaskFailedError, UsageError
-from torchrelay.runners.distributed import environment
-from torchrelay.runners.distributed.launcher_status import Failure
+from torchrelay.runners.distributed import launcher
+from torchrelay.runners.distributed.launcher import Failure
 from torchrelay.runners.distributed.world import code_of, is_consequence, why_of
 
 
@@ -70,7 +70,7 @@ def test_a_run_keeps_what_broke_it_not_what_that_broke(monkeypatch, error, cause
     """What is noted of a connection that broke is the end of the rank behind it, once."""
     first = Failure(1, "gpu07", "the job", "PeerError: gone", 6)
     known = SimpleNamespace(env=SimpleNamespace(rank=0), watcher=SimpleNamespace(failure=first))
-    monkeypatch.setattr(environment, "_worlds", [known])
+    monkeypatch.setattr(launcher, "worlds", [known])
     error.of_rank = of_rank
     reason = why_of(raised(error, cause))
     assert reason.startswith(begins) and reason.count("PeerError: gone") == named

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from torchrun import wait_for_the_end_of
 
+from torchrelay.runners.distributed.failure_watcher import launch_host_monitor
 from torchrelay.runners.distributed.host_monitor import STRANGERS, Orders
 from torchrelay.runners.distributed.liveness import Pulse, StallTimer, connect_to
-from torchrelay.runners.distributed.monitor_client import launch_host_monitor
 
 PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "monitored_rank.py"
 SILENCE = 1.0

@@ -16,7 +16,7 @@ import pytest
 from torchrelay.checkpoint.log.view import LeaseInfo, Look
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
-from torchrelay.runners.distributed.launcher_status import NOTE_SECS, SECS, final_calls, notes
+from torchrelay.runners.distributed.launcher import NOTE_SECS, SECS, final_calls, notes
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.monitoring.text import RankLog
 from torchrelay.runners.session.run_state import RunState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.distributed.launcher import read_launch_env
 
 TORCHRUN = {
     "RANK": "3",

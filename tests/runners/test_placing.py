@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.distributed.environment import names_by_rank
+from torchrelay.runners.distributed.launcher import names_by_rank
 
 
 @pytest.mark.parametrize(

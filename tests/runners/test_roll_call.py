@@ -9,7 +9,7 @@ import pytest
 from ranks import local_store, on_ranks
 
 from torchrelay.errors import DeadlineError
-from torchrelay.runners.distributed.rendezvous import Roll, agree_on_nonce
+from torchrelay.runners.distributed.rendezvous import agree_on_nonce
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,3 @@ def test_an_old_token_that_overwrites_the_new_one_is_survived(served):
     threading.Timer(1.0, stop.set).start()
     assert len(set(_attempt(served, "late", 2))) == 1
     thread.join(60)
-
-
-def test_rolls_survive_the_store():
-    """A roll reads back as it was."""
-    roll = Roll("n", ("a", "b"))
-    assert Roll.decode(roll.encode()) == roll
-    assert roll.has(1, 2, "b") and not roll.has(1, 3, "b") and not roll.has(0, 2, "b")

@@ -15,7 +15,7 @@ from ranks import local_store
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import phase
 from torchrelay.runners.distributed.failure_watcher import Watcher, WatcherTimeouts, patience_of
-from torchrelay.runners.distributed.launcher_status import Failure
+from torchrelay.runners.distributed.launcher import Failure
 from torchrelay.runners.distributed.liveness import LifeLines, own_process
 
 FAST = WatcherTimeouts(look=0.05, silence=60, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
@@ -99,7 +99,7 @@ def test_a_clean_leave_is_no_failure(store, sleeper):
     processes = [own_process(0), replace(own_process(1), pid=sleeper.pid)]
     watcher, ended = watch(store, 0, processes)
     leaver = Watcher(store, 1, processes, patience=FAST, end=Ended())
-    leaver.announce_exit()
+    leaver.stop()
     sleeper.kill()
     sleeper.wait()
     assert not ended.wait(0.5) and watcher.failure is None

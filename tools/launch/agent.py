@@ -1,7 +1,7 @@
 """`python -m torchrelay.tools.launch.agent`: torchrun that records how its ranks ended.
 
 It takes torchrun's options. torchrun itself exits with code 1 for every failure; this agent also writes down
-which ranks failed with which code or signal (`launcher_status`). It ends when its launcher does.
+which ranks failed with which code or signal (`launcher`). It ends when its launcher does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from torchrelay.runners.distributed.launcher_status import DIRECTORY, LAUNCHER, NODE, NODE_IN, write_agent
+from torchrelay.runners.distributed.launcher import DIRECTORY, LAUNCHER, NODE, NODE_IN, write_agent
 from torchrelay.tools.launch.outcome import FAILED, LOST, TABLE, by_likelihood
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed import launcher_status
-from torchrelay.runners.distributed.launcher_status import DIRECTORY
+from torchrelay.runners.distributed import launcher
+from torchrelay.runners.distributed.launcher import DIRECTORY
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import END_TIME
 from torchrelay.tools.launch.outcome import LOST, evidence_of, report_lines, verdict_of
@@ -125,11 +125,11 @@ def run_attempt(
     """
     attempt.directory.mkdir()
     environment = {
-        **{name: value for name, value in os.environ.items() if name != launcher_status.NODE_IN},
-        launcher_status.DIRECTORY: str(attempt.directory),
-        launcher_status.LAUNCH_ID: attempt.launch_id,
-        launcher_status.ATTEMPT: str(attempt.number),
-        launcher_status.LAUNCHER: str(os.getpid()),
+        **{name: value for name, value in os.environ.items() if name != launcher.NODE_IN},
+        launcher.DIRECTORY: str(attempt.directory),
+        launcher.LAUNCH_ID: attempt.launch_id,
+        launcher.ATTEMPT: str(attempt.number),
+        launcher.LAUNCHER: str(os.getpid()),
         "TORCHRELAY_LAUNCH_PORT": str(free_port() if nodes > 1 else 0),
     }
     if limit_secs is not None:
@@ -139,7 +139,7 @@ def run_attempt(
     late = False
     try:
         for node in range(nodes):
-            agents.append(_start(attempt, {**environment, launcher_status.NODE: str(node)}))
+            agents.append(_start(attempt, {**environment, launcher.NODE: str(node)}))
         late = _wait(agents, asked, limit)
     finally:
         for one in agents:

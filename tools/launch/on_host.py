@@ -26,7 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from torchrelay.errors import PeerError, RelayError
-from torchrelay.runners.distributed import launcher_status
+from torchrelay.runners.distributed import launcher
 from torchrelay.runners.monitoring.console import arg
 from torchrelay.tools.launch.outcome import (
     INTERRUPTED,
@@ -94,7 +94,7 @@ def _run(chosen: argparse.Namespace) -> LaunchOutcome:
     before = status_at(chosen.run)
     nodes = chosen.layout.nodes if chosen.layout is not None else 1
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as own:
-        directory = Path(os.environ.setdefault(launcher_status.DIRECTORY, own))
+        directory = Path(os.environ.setdefault(launcher.DIRECTORY, own))
         options = [*_place(chosen), f"--shutdown-timeout={time_to_leave(chosen.notice)}"]
         well, asked = _torchrun([*options, *chosen.command], chosen.index)
         found = evidence_of(directory, well=well, nodes=nodes, asked=asked)
@@ -158,7 +158,7 @@ def _torchrun(words: list[str], index: int) -> tuple[bool, str | None]:
         run.main(words)
         well = True
     except ChildFailedError as error:
-        launcher_status.write_agent(index, {"failures": failures_of(error)})
+        launcher.write_agent(index, {"failures": failures_of(error)})
     except SignalException as error:
         asked = signal.Signals(error.sigval).name
     except Exception as error:  # the rendezvous failed, no task

@@ -15,7 +15,7 @@ from typing import Any
 from torchrelay.errors import NoProgressError, PeerError, PreemptedError, RelayError, StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import read_status
+from torchrelay.runners.distributed.launcher import read_status
 from torchrelay.tools.launch.request import GRACE_SECS
 
 PREEMPTED, LOST, FAILED, INTERRUPTED = PreemptedError.exit_code, PeerError.exit_code, 1, 130

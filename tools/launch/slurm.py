@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import quote
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.distributed.launcher_status import ATTEMPT, DIRECTORY, LAUNCHER, NODE, NODE_IN
+from torchrelay.runners.distributed.launcher import ATTEMPT, DIRECTORY, LAUNCHER, NODE, NODE_IN
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import END_TIME
 from torchrelay.tools.launch.outcome import (

@@ -18,7 +18,7 @@ from pathlib import Path
 from shlex import quote
 
 from torchrelay.errors import UsageError, install_command
-from torchrelay.runners.distributed import launcher_status
+from torchrelay.runners.distributed import launcher
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.tools.launch.local import RequestsToEnd
 from torchrelay.tools.launch.outcome import evidence_of, verdict_of
@@ -93,7 +93,7 @@ _CONTINUED = " \\\n  "
 
 def _run(script: Path, notes: Path, asked: RequestsToEnd, leave_secs: float) -> bool:
     """Run the script in its own session, forwarding signals once; returns True on exit code 0."""
-    environment = {**os.environ, launcher_status.DIRECTORY: str(notes)}
+    environment = {**os.environ, launcher.DIRECTORY: str(notes)}
     process = subprocess.Popen(["/bin/sh", str(script)], env=environment, start_new_session=True)  # noqa: S603
     end: float | None = None
     try:

@@ -27,7 +27,7 @@ from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together
 from torchrelay.metadata.fs import MAX_JSON_BYTES, finite, read_note
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import final_calls
+from torchrelay.runners.distributed.launcher import final_calls
 from torchrelay.runners.remote_runs.download import RunFiles, bring, found_in, unlisted
 from torchrelay.runners.remote_runs.local_copies import check_store, lock_workspace, make_workspace, set_aside
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels

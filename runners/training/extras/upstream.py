@@ -26,7 +26,7 @@ from torchrelay.metadata.run_directory import RunDirectory
 if TYPE_CHECKING:
     from torchrelay.jobs.job import Job
     from torchrelay.runners.session.base import SessionBase
-    from torchrelay.runners.training.extras.warm_start import WarmStartSource
+    from torchrelay.runners.training.extras.upstream import WarmStartSource
     from torchrelay.runners.training.journal import Journal
     from torchrelay.runners.training.plan import WarmStart
 
@@ -177,7 +177,7 @@ class Stages:
     def look(self) -> None:
         """Choose and open the upstream epochs of a new run; changes nothing."""
         if self.given or self._peers.size > 1:  # to check that all ranks have the same arguments
-            from torchrelay.runners.training.extras.warm_start import open_sources
+            from torchrelay.runners.training.extras.upstream import open_sources
 
             self._sources = open_sources(self.given, self._peers)
 
@@ -217,7 +217,7 @@ class Stages:
         """Load the weights on every node; then release the upstream runs."""
         if not self._sources:
             return
-        from torchrelay.runners.training.extras.warm_start import fill_kept, warm
+        from torchrelay.runners.training.extras.upstream import fill_kept, warm
 
         found: list[WarmStart] = []
 

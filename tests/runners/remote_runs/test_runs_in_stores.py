@@ -23,7 +23,7 @@ from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError, RelayError, UsageError
 from torchrelay.lifecycle import StepFailedError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import final_calls
+from torchrelay.runners.distributed.launcher import final_calls
 from torchrelay.runners.remote_runs import upload
 from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.local_copies import lock_workspace, make_workspace, workspace_of

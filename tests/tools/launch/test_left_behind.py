@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from torchrelay.runners.distributed.launcher_status import DIRECTORY
+from torchrelay.runners.distributed.launcher import DIRECTORY
 from torchrelay.tools.launch.local import end_left_behind, ranks_of
 
 STAYS = "trap '' TERM; echo here; while :; do sleep 0.1; done"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import DIRECTORY, write_agent, write_failure, write_run
+from torchrelay.runners.distributed.launcher import DIRECTORY, write_agent, write_failure, write_run
 from torchrelay.runners.programs.run_selection import is_restart, launch_of
 from torchrelay.runners.session.stop_requests import END_TIME, GRACE_SECS, Requests, deadlines_of, notice_of
 from torchrelay.tools.launch.agent import code_of
