@@ -31,7 +31,8 @@ from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.executor import ByNode, bind, chosen, decode_outputs, encode_outputs, run_node
-from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.metrics import reduce_metrics
+from torchrelay.runners.session.run_state import LastMetrics, RunState
 from torchrelay.runners.session.steps import Agreeing, FlagsHandle, TaskRanks, naming, task_failed
 from torchrelay.runners.session.stop_requests import Interrupted
 
@@ -139,7 +140,11 @@ class SessionBase(Managed):
         """
         node, _, blob = name.rpartition(":")  # a blob's name has no colon, a node's may have
         if node:
-            return self._of_node(node, blob)
+            hosted = [place.name for place in self.local_nodes]
+            loaded = [self.workspace(one) for one in hosted if name in self.workspace(one)]
+            if node not in hosted and loaded:
+                return loaded[0][name]
+            return self.workspace(node)[blob]
         holders = [place.name for place in self.local_nodes if blob in self.workspace(place.name)]
         if len(holders) > 1:
             raise UsageError(
@@ -147,16 +152,7 @@ class SessionBase(Managed):
             )
         return self.workspace(holders[0] if holders else None)[blob]
 
-    def _of_node(self, node: str, blob: str) -> Any:
-        """Return the blob of a hosted node, or one loaded from another node under its address."""
-        hosted = [place.name for place in self.local_nodes]
-        loaded = [self.workspace(name) for name in hosted if f"{node}:{blob}" in self.workspace(name)]
-        if node not in hosted and loaded:
-            return loaded[0][f"{node}:{blob}"]
-        return self.workspace(node)[blob]
-
     def _local(self, node: str | None) -> NodePlace:
-        """Return the place of a hosted node."""
         if node is None:
             return self.local_nodes[0]
         for place in self.local_nodes:
@@ -254,13 +250,12 @@ class SessionBase(Managed):
                     cursor.end(None)
             except BaseException as failure:
                 failures.append(failure)
-            self._check_loops(self._met(f"group {group.name}", self._announced(group.name, end)))
+            self._check_loops(self._met(group, end))
         if failures:
             raise Interrupted
 
     @contextmanager
     def _in_group(self, group: TaskGroup) -> Iterator[None]:
-        """Mark the phase and count loops for the duration of a group."""
         with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"), self.loops.of_group():
             yield
 
@@ -293,7 +288,7 @@ class SessionBase(Managed):
             return [encode_outputs(tasks, own), self.loops.note(over=True)] if self.peers.size > 1 else None
 
         with self._in_group(group):
-            results = self._met(f"group {group.name}", self._announced(group.name, work))
+            results = self._met(group, work)
         if self.peers.size > 1:
             outputs, notes = zip(*results, strict=True)
             self._check_loops(notes)
@@ -302,17 +297,9 @@ class SessionBase(Managed):
             raise Interrupted
         bind(tasks, own)
 
-    def _met(self, topic: str, work: Callable[[], Any]) -> list[Any]:
-        """Meet the other processes; if any failed, bring all in step before raising."""
-        try:
-            return together(self.peers, topic, work, deadline_secs=GROUP_SECS)
-        except Exception as error:
-            if is_agreed(error):
-                self._all_failed()
-            raise
-
-    def _announced(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap the work so that a failure is reported to `task_failed` before the meeting."""
+    def _met(self, group: TaskGroup, work: Callable[[], Any]) -> list[Any]:
+        """Work and meet the other processes; a failure is announced before, and brings all in step."""
+        name = f"group {group.name}"
 
         def announced() -> Any:
             try:
@@ -321,16 +308,20 @@ class SessionBase(Managed):
             except BaseException as error:
                 if self.run_state.crashed is not None:
                     self.run_state.crashed(error)
-                self.task_failed(f"group {name}", error)
+                self.task_failed(name, error)
                 raise
 
-        return announced
+        try:
+            return together(self.peers, name, announced, deadline_secs=GROUP_SECS)
+        except Exception as error:
+            if is_agreed(error):
+                self._all_failed()
+            raise
 
     def _placed(self, name: str, tasks: Sequence[Task]) -> dict[Task, list[int]]:
         """Return the ranks of each task. User functions are called on all ranks, and must agree."""
 
         def place() -> list[list[int]]:
-            """Those of its node or, without one, those that `on=` selects."""
             found = []
             for task in tasks:
                 with naming(f"on= of task {task.full_name!r}", self.local_nodes[0]):
@@ -424,7 +415,10 @@ class SessionBase(Managed):
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce what all nodes logged since the last call; all processes call this together."""
-        return self.run_state.reduce_metrics(self.peers, [place.name for place in self.local_nodes])
+        state = self.run_state
+        state.measured = reduce_metrics(self.peers, [state.log_of(place.name) for place in self.local_nodes])
+        state.metrics = LastMetrics({**state.metrics, **state.measured})  # others keep their last value
+        return state.measured
 
     # The end
 
@@ -442,7 +436,6 @@ class SessionBase(Managed):
             self.close()
 
     def _check_open(self) -> None:
-        """Raise NotAllowedNowError after `close`."""
         if self.closed:
             raise NotAllowedNowError(f"this {type(self).__name__} is closed: create a new one")
 

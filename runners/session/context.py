@@ -130,7 +130,6 @@ class Context:
 
     @property
     def _state(self) -> RunState:
-        """The state of the run."""
         return self.session.run_state
 
     @property
@@ -243,17 +242,14 @@ class Context:
         """Iterate over a loader's batches; all ranks begin and end together.
 
         - Counts steps. When a limit (`max_steps`, `max_time`) is reached or a process was asked to stop, the
-        epoch
-          ends early at the same step on all ranks.
+          epoch ends early at the same step on all ranks.
         - Loaders of uneven length end with the shortest; dropped batches are reported once. `set_epoch` of a
           `DistributedSampler` is called.
         - All ranks must run the same loops, and leave them with `break` at the same step or not at all. A
-        rank that
-          diverges is found within seconds, and all ranks raise UsageError naming it.
+          rank that diverges is found within seconds, and all ranks raise UsageError naming it.
         - Emulated nodes of one process run one after another and cannot wait for each other.
         - On a preemption (SIGTERM, a time limit) the loop raises an exception that passes `except Exception`;
-        the
-          next launch resumes at this step.
+          the next launch resumes at this step.
 
         With `count=False`, for evaluation, batches do not count as steps and the loop does not end early. A
         preemption waits for the end of an evaluation, and of a loop under `no_grad`, if there is time.
@@ -293,7 +289,6 @@ class Context:
         return iter(StepLoop(self._state, self.node, loader, count, agreeing, *rest))
 
     def _check_steps(self, count: bool, accumulate: int, *, alone: bool) -> None:
-        """Raise UsageError for loops that cannot count, and for an invalid window."""
         if type(accumulate) is not int or accumulate < 1 or (accumulate > 1 and not count):
             raise UsageError(
                 f"invalid accumulate={accumulate!r:.80}: expected the number of batches per optimizer step, "
@@ -377,10 +372,7 @@ class Context:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch (from 0) in samplers and datasets that shuffle by it, for example a DistributedSampler.
-
-    They are found at any depth: a sampler in a batch sampler, a dataset in another one.
-    """
+    """Set the epoch (from 0) in samplers and datasets that shuffle by it, at any depth."""
     if is_epoch_loader(loader):
         return
     found: list[Any] = []

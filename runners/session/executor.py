@@ -30,7 +30,6 @@ from torchrelay.jobs.task import NotHere, Task, TaskOutput
 from torchrelay.jobs.workspace import Origin, WorkspaceType
 from torchrelay.records import Json, dataclass
 from torchrelay.runners.session.context import Context
-from torchrelay.runners.session.mid_epoch import Cursor
 from torchrelay.runners.session.steps import Siblings, TaskRanks, task_failed
 from torchrelay.runners.session.stop_requests import PREEMPT, Interrupted
 
@@ -41,40 +40,35 @@ if TYPE_CHECKING:
 def run_task(task: Task, ctx: Context, siblings: Siblings) -> Any:
     """Run a task; returns the result of its last step, or a list of these for several instances.
 
-    Order: task_init, per instance (instance_init, steps, instance_exit), task_exit. Raises the error of the
-    first failing step after all instances are joined.
+    Order: task_init, per instance (instance_init, steps, instance_exit), task_exit. Instances run in threads;
+    they fail together, and all are joined before the error of the first failing step is raised.
     """
-    run_steps(task.task_init, ctx, siblings, task)
-    result = _body(task, ctx, siblings) if task.num_instances == 1 else _bodies(task, ctx)
-    run_steps(task.task_exit, ctx, siblings, task)
-    return result
 
+    def body(ctx: Context, siblings: Siblings) -> Any:
+        run_steps(task.instance_init, ctx, siblings, task)
+        result = run_steps(task.steps, ctx, siblings, task)
+        run_steps(task.instance_exit, ctx, siblings, task)
+        return result
 
-def _body(task: Task, ctx: Context, siblings: Siblings) -> Any:
-    """Run one instance."""
-    run_steps(task.instance_init, ctx, siblings, task)
-    result = run_steps(task.steps, ctx, siblings, task)
-    run_steps(task.instance_exit, ctx, siblings, task)
-    return result
-
-
-def _bodies(task: Task, ctx: Context) -> list[Any]:
-    """Run instances in threads; they fail together, independent of other tasks of the node."""
-    instances = Siblings(ctx.siblings)
-    results: list[Any] = [None] * task.num_instances
-
-    def body(index: int) -> None:
+    def instance(index: int) -> None:
         workspace = ctx.workspace.child()
         inside = replace(
             ctx, workspace=workspace, group=None, concurrent=True, instance=index, siblings=instances
         )
         inside.enter_thread()
-        results[index] = _body(task, inside, instances)
+        results[index] = body(inside, instances)
 
-    for index in range(task.num_instances):
-        instances.start(f"{task.full_name}[{index}]", partial(body, index))
-    instances.settle()
-    return results
+    run_steps(task.task_init, ctx, siblings, task)
+    if task.num_instances == 1:
+        result = body(ctx, siblings)
+    else:
+        instances, results = Siblings(ctx.siblings), [None] * task.num_instances
+        for index in range(task.num_instances):
+            instances.start(f"{task.full_name}[{index}]", partial(instance, index))
+        instances.settle()
+        result = results
+    run_steps(task.task_exit, ctx, siblings, task)
+    return result
 
 
 def run_steps(steps: Iterable[Step], ctx: Context, siblings: Siblings, task: Task | None = None) -> Any:
@@ -130,17 +124,13 @@ def reporting(
             thread.join()
 
 
-Outputs = dict[TaskOutput, Any]
-"""Values of task outputs on one node at the end of the run."""
-
-
 def run_node(
     group: TaskGroup, tasks: Sequence[Task], ctx: Context, ranks: Mapping[Task, TaskRanks] | None = None
-) -> Outputs:
+) -> dict[TaskOutput, Any]:
     """Run the group's `tasks` on one node; `ctx` has its GLOBAL workspace, `ranks` the ranks of each task.
 
-    Raises the error of the first failing step (TaskFailedError, or torchrelay's own error), and UsageError if
-    a declared output is missing at the end.
+    Returns the outputs. Raises the error of the first failing step (TaskFailedError, or torchrelay's own
+    error), and UsageError if a declared output is missing at the end.
     """
     if not tasks:
         return {}
@@ -150,7 +140,16 @@ def run_node(
     run = _NodeRun(group, tasks, replace(ctx, workspace=workspace, siblings=siblings), siblings, ranks or {})
     siblings.guarded(run.run)
     siblings.settle()
-    return run.outputs()
+    found: dict[TaskOutput, Any] = {}
+    for task in tasks:
+        found[task.result] = run.results.get(task)
+        for output in task.outputs:
+            if str(output.name) not in workspace:
+                raise UsageError(
+                    f"{output} does not exist on {workspace.node} at the end of the run: no step set it"
+                )
+            found[output] = workspace[str(output.name)]
+    return found
 
 
 def chosen(tasks: Iterable[Task], ctx: Context, *, after_failure: bool = False) -> list[Task]:
@@ -185,30 +184,19 @@ class _NodeRun:
                 self.siblings.join()
             self._hooks(self.group.local_exits)
 
-    def outputs(self) -> Outputs:
-        """Return the current results and named outputs of the tasks."""
-        found: Outputs = {}
-        for task in self.tasks:
-            found[task.result] = self.results.get(task)
-            for output in task.outputs:
-                workspace, name = self.ctx.workspace, str(output.name)
-                if name not in workspace:
-                    raise UsageError(
-                        f"{output} does not exist on {workspace.node} at the end of the run: no step set it"
-                    )
-                found[output] = workspace[name]
-        return found
-
     def _run_tasks(self) -> None:
-        """Run the tasks in order, concurrent ones in threads."""
-        cursor = self._cursor
+        session, node = self.ctx.session, self.ctx.node
+        state = session.run_state
+        cursor = state.cursor_of(node, self.group)
         for task in self.tasks:
             self.siblings.check()
-            if cursor is not None and cursor.skips(task):
-                continue
-            self._may_begin()
             if cursor is not None:
-                cursor.begin(task, self.ctx.workspace, self.ctx.session.streams(self.ctx.node))
+                if cursor.skips(task):
+                    continue
+                # a single process stops between two tasks, several at their next step
+                if session.peers.size == 1 and state.step_of(node) > 0 and state.urgency() == PREEMPT:
+                    raise Interrupted
+                cursor.begin(task, self.ctx.workspace, session.streams(node))
             runtime.begin_now()
             if task.concurrent:
 
@@ -226,20 +214,7 @@ class _NodeRun:
             if cursor is not None:
                 cursor.end(self.results.get(task))
 
-    @property
-    def _cursor(self) -> Cursor | None:
-        """The cursor of this node in the tracked group, else None."""
-        return self.ctx.session.run_state.cursor_of(self.ctx.node, self.group)
-
-    def _may_begin(self) -> None:
-        """Raise Interrupted between two tasks of a single process; several stop at their next step."""
-        state = self.ctx.session.run_state
-        inside = self._cursor is not None and state.step_of(self.ctx.node) > 0
-        if inside and self.ctx.session.peers.size == 1 and state.urgency() == PREEMPT:
-            raise Interrupted
-
     def _hooks(self, hooks: Iterable[NodeHook]) -> None:
-        """Run the hooks of this node."""
         here = [hook for hook in hooks if hook.node in (None, self.ctx.node)]
         if here:
             runtime.begin_now()
@@ -250,31 +225,21 @@ class _NodeRun:
             )
 
     def _report(self, step: Any) -> None:
-        """Call a report step."""
         self.ctx.enter_thread()
         run_step(step, replace(self.ctx, concurrent=True, group=None))
 
     def _creating(self, tasks: Sequence[Task]) -> AbstractContextManager[None]:
-        """Mark names that these tasks create before the first epoch as state of the job.
-
-        The mark belongs to the workspace, not to a thread: concurrent tasks share it.
-        """
+        """Mark names that these tasks create before the first epoch as state of their node, or of all."""
         outer = len(tasks) == len(self.tasks)
         shared = any(task.concurrent for task in self.tasks)
         if self.ctx.epoch or self.ctx.workspace.parent is not None or (shared and not outer):
             return nullcontext()
-        return self.ctx.workspace.creating(origin_of(tasks))
-
-
-def origin_of(tasks: Iterable[Task]) -> Origin:
-    """Return the owner of names that `tasks` create at the start: their node, or all nodes alike."""
-    placed = all(task.node is not None or task.on != "all" for task in tasks)
-    return Origin.INIT_PLACED if placed else Origin.INIT_ALL
+        placed = all(task.node is not None or task.on != "all" for task in tasks)
+        return self.ctx.workspace.creating(Origin.INIT_PLACED if placed else Origin.INIT_ALL)
 
 
 LIMIT_BYTES = 1 << 20
 """Largest JSON size of an output that is sent to all processes."""
-
 ByNode = dict[str, dict[TaskOutput, Any]]
 
 
@@ -327,7 +292,6 @@ def decode_output(encoded: Json) -> Any:
 
 
 def _tensor_json(path: str, tensor: Tensor) -> Json:
-    """Encode a plain dense tensor."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
@@ -341,7 +305,6 @@ def _tensor_json(path: str, tensor: Tensor) -> Json:
 
 
 def _tensor_of(encoded: Json) -> Tensor:
-    """Decode a tensor."""
     import torch
 
     dtype, data = getattr(torch, encoded["dtype"]), bytearray(base64.b64decode(encoded["data"]))

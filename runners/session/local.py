@@ -84,18 +84,23 @@ class LocalSession(SessionBase):
         Workspaces of earlier nodes are kept. Raises UsageError for a node that was not passed to the session.
         """
         self._check_open()
-        if self._fixed:
-            self._check_known(node_names)
-        else:
+        known = [place.name for place in self._places]
+        unknown = [name for name in node_names if name not in known]
+        if self._fixed and unknown:
+            raise UsageError(
+                f"the job declares node {unknown[0]!r}, but this session has only {', '.join(known)}: "
+                "add it to LocalSession(nodes=[...])"
+            )
+        if not self._fixed:
             names = numbered_first(_checked(node_names)) if node_names else _DEFAULT
             self._places, self._declared = _places(names), bool(node_names)
 
     def prepare(self, group: TaskGroup) -> None:
         """Also emulate nodes of a group that no job has declared."""
-        if self._fixed or set(group.used_nodes()) <= set(self._names):
-            return
-        known = self._names if self._declared else ()
-        self.place([*known, *(name for name in group.used_nodes() if name not in known)])
+        names = [place.name for place in self._places]
+        if not self._fixed and not set(group.used_nodes()) <= set(names):
+            known = names if self._declared else []
+            self.place([*known, *(name for name in group.used_nodes() if name not in known)])
 
     def agree_flags(self, flags: tuple[int, ...]) -> _Agreed:
         """Return the own flags: there are no other processes."""
@@ -147,30 +152,14 @@ class LocalSession(SessionBase):
         """Return True if the node's streams are those of the process now."""
         return len(self._places) == 1 or self._swapped_in == node
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Names of the nodes."""
-        return tuple(place.name for place in self._places)
-
-    def _check_known(self, node_names: Sequence[str]) -> None:
-        """Raise UsageError for nodes that the session was not created with."""
-        unknown = [name for name in node_names if name not in self._names]
-        if unknown:
-            raise UsageError(
-                f"the job declares node {unknown[0]!r}, but this session has only "
-                f"{', '.join(self._names)}: add it to LocalSession(nodes=[...])"
-            )
-
 
 def _places(names: Sequence[str]) -> tuple[NodePlace, ...]:
-    """Return the places of emulated nodes."""
     return tuple(
         NodePlace(name, rank, len(names), local_rank=rank, process=0) for rank, name in enumerate(names)
     )
 
 
 def _checked(names: Sequence[str]) -> tuple[str, ...]:
-    """Check the names of nodes."""
     if isinstance(names, str) or not names:
         raise UsageError(f"invalid nodes={names!r}: expected a list of one or more node names")
     found = tuple(check_node_name(name) for name in names)

@@ -4,9 +4,8 @@ A reduced metric is the reduction of all logged values of all nodes, concatenate
 weighted, `sum` adds value times weight, `last`, `min` and `max` take any value whose weight is not 0. NaN is
 a value like any other (it wins) unless its weight is 0. A name whose weights are all 0 is not reported.
 
-Progress displays read running values without synchronisation: the first read only requests the value; the
-next `log` starts a non-blocking copy to host memory; the following read returns it. So displayed values lag
-by one read.
+Progress displays read running values without synchronisation: the first read only requests a value on a GPU;
+the next `log` starts a non-blocking copy to host memory; the following read returns it.
 """
 
 from __future__ import annotations
@@ -24,62 +23,7 @@ from torchrelay.metadata.fs import finite
 from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-
-class RunningValues:
-    """Running values of one node's metrics; the training calls `send`, another thread `look`."""
-
-    def __init__(self) -> None:
-        self._asked: set[str] = set()
-        self._sent: dict[str, Tensor] = {}
-
-    def send(self, name: str, accumulator: Accumulator) -> None:
-        """Start copying a requested value to the host; returns at once."""
-        if not self._asked or name not in self._asked:
-            return
-        import torch
-
-        self._asked.discard(name)
-        with suppress(RuntimeError):  # a device error here must not fail the training
-            device = next(one.device for one in accumulator.numbers if isinstance(one, torch.Tensor))
-            pair = on_device(accumulator.numbers, device, torch.float32)
-            room = self._sent.get(name)
-            if room is None:
-                room = torch.full((2,), math.nan, dtype=torch.float32, pin_memory=device.type == "cuda")
-                self._sent[name] = room
-            room.copy_(pair, non_blocking=True)
-
-    def look(self, running: Mapping[str, Accumulator]) -> dict[str, float]:
-        """Return the running values that have arrived, and request the others."""
-        found: dict[str, float] = {}
-        for name, accumulator in running.items():
-            summary = None
-            if all(isinstance(one, float) or one.device.type == "cpu" for one in accumulator.numbers):
-                summary = accumulator.summary()
-            else:
-                self._asked.add(name)
-                if (room := self._sent.get(name)) is not None:
-                    summary = MetricSummary(accumulator.reduce, *room.tolist())
-            # a weight of NaN: no value has arrived yet
-            if summary and not math.isnan(summary.weight) and (result := summary.result) is not None:
-                found[name] = result
-        return found
-
-
-def on_device(numbers: tuple[Number, Number], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Put both numbers into one tensor; host numbers are filled in, as a copy would synchronise."""
-    import torch
-
-    return torch.stack(
-        [
-            one.to(device, dtype)
-            if isinstance(one, torch.Tensor)
-            else torch.full((), one, dtype=dtype, device=device)
-            for one in numbers
-        ]
-    )
 
 
 Number: TypeAlias = "float | Tensor"
@@ -140,13 +84,55 @@ class Accumulator:
         """The running value and weight, on their device."""
         return self._value, self._weight
 
-    def copy(self) -> Accumulator:
-        """Copy the state; values are never changed in place, so none is read."""
-        return Accumulator(self.reduce, self._value, self._weight)
+    @property
+    def on_host(self) -> bool:
+        """True if the state can be read without synchronising a device."""
+        return all(isinstance(one, float) or one.device.type == "cpu" for one in self.numbers)
 
     def summary(self) -> MetricSummary:
         """Return the state as plain numbers; synchronises the device."""
         return MetricSummary(self.reduce, float(self._value), float(self._weight))
+
+
+class SentValue:
+    """A running value on its way to the host. Values on a CPU are there at once."""
+
+    def __init__(self, running: Accumulator) -> None:
+        numbers, self._arrived = running.numbers, None
+        if any(not isinstance(one, float) and one.device.type == "cuda" for one in numbers):
+            numbers, self._arrived = to_host(numbers)
+        self._running = Accumulator(running.reduce, *numbers)
+
+    def here(self) -> bool:
+        """Return True if it can be read without blocking."""
+        return bool(self._arrived.query()) if self._arrived is not None else self._running.on_host
+
+    def result(self) -> float | None:
+        """Return the reduced value, None if nothing had a weight; synchronises the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._running.summary().result
+
+
+def to_host(numbers: tuple[Number, Number]) -> tuple[tuple[Any, Any], Any]:
+    """Start copies to host memory; return them and the event after which they are complete.
+
+    Numbers of the host are filled in on the device, as a copy would synchronise it.
+    """
+    import torch
+
+    device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
+    pair = [
+        one.to(device, torch.float64)
+        if isinstance(one, torch.Tensor)
+        else torch.full((), one, dtype=torch.float64, device=device)
+        for one in numbers
+    ]
+    room = torch.empty(2, dtype=torch.float64, pin_memory=True)
+    room.copy_(torch.stack(pair), non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(device))
+    return (room[0], room[1]), arrived
 
 
 class MetricLog:
@@ -155,7 +141,9 @@ class MetricLog:
     def __init__(self) -> None:
         self._accumulators: dict[str, Accumulator] = {}
         self._lock = threading.Lock()
-        self._running = RunningValues()
+        self._asked: set[str] = set()
+        """Names of values on a device that `running` has requested; the next `log` sends them."""
+        self._sent: dict[str, SentValue] = {}
 
     def log(
         self,
@@ -165,10 +153,7 @@ class MetricLog:
         weight: Any = 1,
         also: Callable[[Number, Number], None] | None = None,
     ) -> None:
-        """Add a value; `also` is called with the value and weight that were added.
-
-        Raises UsageError for an invalid name, value or weight, or a conflicting `reduce`.
-        """
+        """Add a value; `also` is called with the value and weight that were added."""
         _check(name, reduce)
         number, scale = _number(name, "value", value), _number(name, "weight", weight)
         if isinstance(scale, float) and not (0 <= scale < math.inf):
@@ -178,13 +163,23 @@ class MetricLog:
             if accumulator.reduce != reduce:
                 raise _conflict(name, accumulator.reduce, reduce)
             accumulator.add(number, scale)
-            self._running.send(name, accumulator)
+            if name in self._asked:
+                self._asked.discard(name)
+                with suppress(RuntimeError):  # a device error here must not fail the training
+                    self._sent[name] = SentValue(accumulator)
         if also is not None:
             also(number, scale)
 
     def running(self) -> dict[str, float]:
         """Return the running values; those on a device are the ones of the previous read."""
-        return self._running.look(self.snapshot())
+        found: dict[str, float] = {}
+        for name, accumulator in self.snapshot().items():
+            value: SentValue | None = SentValue(accumulator) if accumulator.on_host else self._sent.get(name)
+            if not accumulator.on_host:
+                self._asked.add(name)
+            if value is not None and value.here() and (result := value.result()) is not None:
+                found[name] = result
+        return found
 
     def take(self) -> dict[str, MetricSummary]:
         """Return the summaries in order of first use, and start again."""
@@ -194,8 +189,8 @@ class MetricLog:
 
     def snapshot(self) -> dict[str, Accumulator]:
         """Copy the current state without synchronising a device."""
-        with self._lock:
-            return {name: accumulator.copy() for name, accumulator in self._accumulators.items()}
+        with self._lock:  # values are never changed in place, so none is read
+            return {name: Accumulator(one.reduce, *one.numbers) for name, one in self._accumulators.items()}
 
     def restore(self, summaries: Mapping[str, MetricSummary]) -> None:
         """Continue from these summaries."""
@@ -220,9 +215,8 @@ def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
 
 def joined(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, float]:
     """Reduce summaries of nodes in rank order."""
-    totals = joined_summaries(nodes)
-    results = {name: totals[name].result for name in sorted(totals)}
-    return {name: result for name, result in results.items() if result is not None}
+    totals = sorted(joined_summaries(nodes).items())
+    return {name: result for name, total in totals if (result := total.result) is not None}
 
 
 def joined_summaries(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, MetricSummary]:
@@ -277,19 +271,14 @@ def _number(name: str, what: str, given: Any) -> Number:
         return float(given)
     import torch
 
-    if isinstance(given, torch.Tensor):
-        return _scalar(name, what, given)
-    try:
-        return float(given)  # numpy scalars and other convertible objects
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"metric {name!r}: the {what} is a {type(given).__name__}; "
-            "log a number or a tensor of one element"
-        ) from None
-
-
-def _scalar(name: str, what: str, given: Tensor) -> Tensor:
-    """Convert a tensor of one element."""
+    if not isinstance(given, torch.Tensor):
+        try:
+            return float(given)  # numpy scalars and other convertible objects
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"metric {name!r}: the {what} is a {type(given).__name__}; "
+                "log a number or a tensor of one element"
+            ) from None
     if given.numel() != 1 or given.is_complex():
         raise UsageError(
             f"metric {name!r}: the {what} is a {given.dtype} tensor of shape {tuple(given.shape)}; "
@@ -309,7 +298,6 @@ def _wide(device: Any) -> Any:
 
 
 def _check(name: str, reduce: str) -> None:
-    """Raise UsageError for an invalid name or reduction."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(
             f"invalid metric name {name!r}: expected up to 200 printable characters, e.g. 'train/loss'"
@@ -319,7 +307,6 @@ def _check(name: str, reduce: str) -> None:
 
 
 def _conflict(name: str, one: str, other: str) -> UsageError:
-    """Return the error for two reductions of one name."""
     return UsageError(
         f"metric {name!r} is logged with reduce={one!r} and with reduce={other!r}: "
         "use another name for one of them"

@@ -108,18 +108,16 @@ _DRAWN = (
 )
 
 
+@dataclass
 class Loop:
     """One loop over a loader in the running task; `source` is the rest of it."""
 
-    def __init__(
-        self, loader: Iterable[Any], *, counted: bool, evaluates: bool = False, taken: int = 0
-    ) -> None:
-        self.loader = loader
-        self.counted = counted
-        self.evaluates = evaluates
-        self.taken = taken
-        self.drawn = False
-        """True if its order may differ when the task is called again."""
+    loader: Iterable[Any]
+    counted: bool
+    evaluates: bool = False
+    taken: int = 0
+    drawn: bool = False
+    """True if its order may differ when the task is called again."""
 
     @property
     def source(self) -> Iterable[Any]:
@@ -155,7 +153,6 @@ class Cursor:
         self._task: Task | None = None
         self._loops: list[Loop] = []
         self._streams_before: RandomStreams | None = None
-        self._private: Workspace | None = None
         self._obstacle: str | None = None
         self._is_left = False
         if resumed is not None:
@@ -183,11 +180,7 @@ class Cursor:
             self._obstacle = f"{names} of earlier tasks would be lost: register it, or create it in init"
 
     def end(self, result: object) -> None:
-        """Finish the task; its result is not part of checkpoints.
-
-        Raises Interrupted if a loop of this epoch did and the program caught it, because the remaining
-        batches are missing.
-        """
+        """Finish the task. Raises Interrupted if a loop did and the program caught it."""
         if self._is_left:
             self.refuse("the program caught the exception that ends run.steps")
             raise Interrupted
@@ -212,7 +205,10 @@ class Cursor:
         before = self._streams_before
         if counted and before is not None and isinstance(loader, Sequence) and not isinstance(loader, range):
             # a sequence may depend on random numbers that the task drew before its loop
-            loop.drawn = _moved(before, RandomStreams.capture())
+            now = RandomStreams.capture()
+            numpy = before.numpy is not None and before.numpy != now.numpy
+            cuda = bool(before.cuda) and before.cuda != now.cuda
+            loop.drawn = numpy or cuda or (before.python, before.torch) != (now.python, now.torch)
         if resumed is not None:
             self._log.restore(resumed.metrics)
             if self._streams is not None:
@@ -248,7 +244,9 @@ class Cursor:
         if len(counted) > 1 or not last.counted:
             return f"{self._task.full_name!r} was beyond its first loop: give every loop a task of its own"
         if is_epoch_loader(last.loader):
-            return None if _holds(workspace, last.loader) else "its EpochLoader is not registered as a blob"
+            blobs = [one.value for one in workspace.entries().values() if one.blob is not None]
+            held = any(one is last.loader for one in blobs)
+            return None if held else "its EpochLoader is not registered as a blob"
         if isinstance(last.loader, Sequence):
             return _DRAWN if last.drawn else None
         return f"a {type(last.loader).__name__} cannot be resumed mid-epoch: use EpochLoader"
@@ -258,18 +256,14 @@ class Cursor:
         if self._waits and self._resumed is not None:
             return self._resumed
         counted = next((loop for loop in self._loops if loop.counted), None)
-        metrics = self._log.snapshot()
-        inside = self._task.full_name if counted is not None and self._task is not None else None
-        return MidEpochPosition(
-            tuple(self._done),
-            inside,
-            counted.taken if counted is not None else 0,
-            steps,
-            {name: one.summary() for name, one in metrics.items()},
-        )
+        metrics = {name: one.summary() for name, one in self._log.snapshot().items()}
+        if counted is None or self._task is None:
+            return MidEpochPosition(tuple(self._done), steps=steps, metrics=metrics)
+        return MidEpochPosition(tuple(self._done), self._task.full_name, counted.taken, steps, metrics)
 
-    def streams_at(self) -> RandomStreams | None:
-        """Return the random states to resume with, if they differ from the current ones."""
+    @property
+    def streams(self) -> RandomStreams | None:
+        """The random states to resume with, if they differ from the current ones."""
         return self._streams if self._waits else None
 
     def install_gradients(self) -> None:
@@ -289,15 +283,3 @@ def is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:
     from torchrelay.jobs.data.loader import EpochLoader
 
     return isinstance(loader, EpochLoader)
-
-
-def _moved(before: RandomStreams, now: RandomStreams) -> bool:
-    """Return True if a random stream has changed."""
-    numpy = before.numpy is not None and before.numpy != now.numpy
-    cuda = bool(before.cuda) and before.cuda != now.cuda
-    return numpy or cuda or (before.python, before.torch) != (now.python, now.torch)
-
-
-def _holds(workspace: Workspace, loader: object) -> bool:
-    """Return True if the loader is registered as a blob."""
-    return any(entry.value is loader and entry.blob is not None for entry in workspace.entries().values())

@@ -17,19 +17,13 @@ from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.errors import MissingMetricError, RelayError, UsageError
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
-from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass
-from torchrelay.runners.session.metrics import (
-    Accumulator,
-    MetricLog,
-    MetricSummary,
-    on_device,
-    reduce_metrics,
-)
+from torchrelay.runners.session.metrics import Accumulator, MetricLog, SentValue
 from torchrelay.runners.session.mid_epoch import Cursor, MidEpochPosition
 from torchrelay.runners.session.stop_requests import ASKED, NOT_ASKED, TIME_IS_UP, Requests
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint.format.position import Facts
     from torchrelay.runners.session.metrics import Number
 
 
@@ -41,52 +35,11 @@ Row = tuple[int, int, Mapping[str, float]]
 
 @dataclass
 class _Window:
-    """Values of one metric since its last point."""
+    """Values of one metric since its last point, up to the step `end`."""
 
     every: int
-    index: int
+    end: int
     running: Accumulator
-
-    @property
-    def end(self) -> int:
-        """The step at which the window ends."""
-        return (self.index + 1) * self.every
-
-
-class _Sent:
-    """A value and its weight on their way to the host."""
-
-    def __init__(self, name: str, running: Accumulator) -> None:
-        self.name, self._reduce = name, running.reduce
-        self._numbers, self._arrived = running.numbers, None
-        devices = [one.device for one in self._numbers if not isinstance(one, float)]
-        if any(device.type == "cuda" for device in devices):
-            self._numbers, self._arrived = _to_host(self._numbers)
-
-    def here(self) -> bool:
-        """Return True if it can be read without blocking."""
-        if self._arrived is not None:
-            return bool(self._arrived.query())
-        return all(isinstance(one, float) or one.device.type == "cpu" for one in self._numbers)
-
-    def result(self) -> float | None:
-        """Return the reduced value, None if nothing had a weight; synchronises the device."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return MetricSummary(self._reduce, *(float(one) for one in self._numbers)).result
-
-
-def _to_host(numbers: tuple[Number, Number]) -> tuple[tuple[Any, Any], Any]:
-    """Start copies to host memory; return them and the event after which they are complete."""
-    import torch
-
-    device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
-    pair = on_device(numbers, device, torch.float64)
-    room = torch.empty(2, dtype=torch.float64, pin_memory=True)
-    room.copy_(pair, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(device))
-    return (room[0], room[1]), arrived
 
 
 class StepPoints:
@@ -98,15 +51,18 @@ class StepPoints:
         self._lock = threading.Lock()
         self._windows: dict[str, _Window] = {}
         self._seen = 0
-        self._sent: deque[tuple[int, int, list[_Sent]]] = deque()
+        self._sent: deque[tuple[int, int, dict[str, SentValue]]] = deque()
 
     def add(
         self, epoch: int, step: int, name: str, reduce: str, every: int, value: Number, weight: Number
     ) -> None:
         """Add a value logged in a step, and deliver arrived points if that was not done recently."""
         with self._lock:
-            self._end_before(epoch, step)
-            window = self._windows.setdefault(name, _Window(every, (step - 1) // every, Accumulator(reduce)))
+            if step > self._seen:
+                self._seen = step
+                self._end([(name, one.end) for name, one in self._windows.items() if one.end < step], epoch)
+            end = ((step - 1) // every + 1) * every
+            window = self._windows.setdefault(name, _Window(every, end, Accumulator(reduce)))
             if window.every != every:
                 raise UsageError(
                     f"metric {name!r} is logged with every={window.every} and with every={every}: use one "
@@ -122,7 +78,7 @@ class StepPoints:
         self._looked = self._clock()
         rows: list[Row] = []
         with self._lock:
-            while self._sent and all(one.here() for one in self._sent[0][2]):
+            while self._sent and all(one.here() for one in self._sent[0][2].values()):
                 rows.append(_row(*self._sent.popleft()))
         self._deliver(rows)
 
@@ -135,28 +91,20 @@ class StepPoints:
         self._deliver(rows)
 
     def _deliver(self, rows: Sequence[Row]) -> None:
-        """Pass rows with values to `deliver`."""
         filled = [row for row in rows if row[2]]
         if filled and self.deliver is not None:
             self.deliver(filled)
-
-    def _end_before(self, epoch: int, step: int) -> None:
-        """End the windows that end before this step."""
-        if step > self._seen:
-            self._seen = step
-            self._end([(name, one.end) for name, one in self._windows.items() if one.end < step], epoch)
 
     def _end(self, ending: Sequence[tuple[str, int]], epoch: int) -> None:
         """End these windows and send their values."""
         for at in sorted({end for _, end in ending}):
             names = [name for name, end in ending if end == at]
-            self._sent.append((epoch, at, [_Sent(name, self._windows.pop(name).running) for name in names]))
+            sent = {name: SentValue(self._windows.pop(name).running) for name in names}
+            self._sent.append((epoch, at, sent))
 
 
-def _row(epoch: int, step: int, sent: Sequence[_Sent]) -> Row:
-    """Read the values of one point."""
-    found = {one.name: one.result() for one in sent}
-    return epoch, step, {name: value for name, value in found.items() if value is not None}
+def _row(epoch: int, step: int, sent: Mapping[str, SentValue]) -> Row:
+    return epoch, step, {name: value for name, one in sent.items() if (value := one.result()) is not None}
 
 
 def check_interval(every: Any, step: int) -> None:
@@ -205,26 +153,21 @@ class RunState:
         self.epoch = 0
         self.measured: dict[str, float] = {}
         """The reduced metrics of the newest finished epoch; empty while an epoch runs."""
-        self.metrics: dict[str, float] = LastMetrics()
-        """The last reduced value of every metric of the run."""
+        self.metrics: dict[str, float] = LastMetrics()  # the last reduced value of every metric of the run
         self.ended_early: str | None = None
         self.exit_code: int | None = None
-        self.fenced: RelayError | None = None
-        """Another job has taken the directory: raised at the next step."""
+        self.fenced: RelayError | None = None  # another job has taken the directory: raised at the next step
         self._clock = clock
         self._started = clock() - elapsed_before_secs
-        self.epoch_began_secs = clock()
-        """Start of the running epoch by the monotonic clock."""
-        self._first_step = 0
-        self._steps_before_epoch = 0
+        self.epoch_began_secs = clock()  # start of the running epoch by the monotonic clock
+        self._first_step = self._steps_before_epoch = 0
         self._steps: dict[str, int] = {}
         self._last_step: int | None = None
         self._steps_expected: int | None = None
         self._logs: dict[str, MetricLog] = {}
         self.points = StepPoints()
         self._said: set[str] = set()
-        self.requests: Requests | None = None
-        """Requests to end early; None outside of a run."""
+        self.requests: Requests | None = None  # requests to end early; None outside of a run
         self.tracked: TaskGroup | None = None
         """The group whose tasks are tracked, so that they can be interrupted and resumed."""
         self.put_back: Callable[[str, Any], None] | None = None
@@ -253,42 +196,36 @@ class RunState:
         """Seconds to the time limit; None without one."""
         return None if self.limit_secs is None else max(self.limit_secs - self.elapsed_secs, 0.0)
 
-    def set_elapsed(self, secs: float) -> None:
-        """Continue from the running time of earlier attempts at the loaded position."""
-        self._started = self._clock() - secs
-
     # Epochs and steps
 
     def begin_epoch(self, epoch: int, *, step: int = 0, total_steps: int | None = None) -> None:
         """Start epoch `epoch` (from 1), `step` steps into it after a mid-epoch resume.
 
-        `total_steps` counts steps of all epochs so far; default: those counted by this object. Steps in
-        `setup` and `init` do not count.
+        `total_steps` counts all epochs so far; default: what this object has counted, without `setup` and
+        `init`.
         """
         if total_steps is None:
             total_steps = (self.total_steps if self.epoch else 0) + step
         self.epoch, self._first_step = epoch, step
         self._steps_before_epoch = total_steps - step
-        self._steps, self._last_step, self.ended_early = {}, None, None
-        self._steps_expected = None
-        self._cursors, self.measured = {}, {}
+        self._steps, self._cursors, self.measured = {}, {}, {}
+        self._last_step = self._steps_expected = self.ended_early = None
         self.epoch_began_secs = self._clock()
 
-    def recall_metrics(self, measured: Mapping[str, float], last: Mapping[str, float]) -> None:
-        """Continue from the metrics of a loaded position."""
-        self.measured, self.metrics = dict(measured), LastMetrics(last)
+    def take(self, facts: Facts, epoch: int) -> None:
+        """Continue counting from a loaded position."""
+        self._started = self._clock() - facts.elapsed_secs
+        self.begin_epoch(epoch, total_steps=facts.total_steps)
+        self.measured, self.metrics = dict(facts.metrics), LastMetrics(facts.last_metrics)
+        if self.seed is None:
+            self.seed = facts.seed
 
     def continue_at(
-        self,
-        places: Mapping[str, MidEpochPosition],
-        streams: Mapping[str, RandomStreams],
-        gradients: Mapping[str, Gradients],
+        self, node: str, place: MidEpochPosition, streams: RandomStreams | None, gradients: Gradients | None
     ) -> None:
-        """Resume the hosted nodes at these positions of the epoch that begins."""
-        for node, place in places.items():
-            self._steps[node] = place.steps
-            log, held = self.log_of(node), gradients.get(node)
-            self._cursors[node] = Cursor(log, place, streams.get(node), held)
+        """Resume a hosted node at this position of the epoch that begins."""
+        self._steps[node] = place.steps
+        self._cursors[node] = Cursor(self.log_of(node), place, streams, gradients)
 
     def cursor_of(self, node: str, group: TaskGroup | None = None) -> Cursor | None:
         """Return the cursor of `node` in the tracked group; None if that group does not run."""
@@ -374,7 +311,6 @@ class RunState:
         return self.limit_steps is not None and self.total_steps_of(node) + 1 >= self.limit_steps
 
     def _end_early(self, node: str, reason: str) -> None:
-        """Record the last step of the epoch and the reason, once."""
         if self._last_step is None:
             self._last_step, self.ended_early = self.step_of(node), reason
 
@@ -384,21 +320,9 @@ class RunState:
         """Return the metric log of `node` in the running epoch."""
         return self._logs.setdefault(node, MetricLog())
 
-    def reduce_metrics(self, peers: Peers, nodes: Sequence[str]) -> dict[str, float]:
-        """Reduce what the hosted `nodes` and all other processes logged since the last call.
-
-        Names in `metrics` that were not logged keep their last value.
-        """
-        self.measured = reduce_metrics(peers, [self.log_of(node) for node in nodes])
-        self.metrics = LastMetrics({**self.metrics, **self.measured})
-        return self.measured
-
     def own_metrics(self) -> dict[str, float]:
         """Return this process's unreduced metrics of the running epoch without blocking."""
-        found: dict[str, float] = {}
-        for log in list(self._logs.values()):
-            found.update(log.running())
-        return found
+        return {name: one for log in list(self._logs.values()) for name, one in log.running().items()}
 
     def first_time(self, topic: str) -> bool:
         """Return True on the first call with `topic` in this run, for messages printed once."""
@@ -407,5 +331,4 @@ class RunState:
         return new
 
     def __repr__(self) -> str:
-        shown: dict[str, Any] = {"epoch": self.epoch, "step": self.step, "attempt": self.attempt}
-        return f"RunState({', '.join(f'{name}={value}' for name, value in shown.items())})"
+        return f"RunState(epoch={self.epoch}, step={self.step}, attempt={self.attempt})"

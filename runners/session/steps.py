@@ -1,22 +1,14 @@
 """Loops over `ctx.steps(loader)` that all processes begin and end together, and threads of one node.
 
-Information needed before a step begins:
+All processes exchange one maximum, posted before a step and awaited after it, so that it overlaps with the
+step: a stop requested during one step ends the next one.
 
-- Step limits are the same on all processes and need no communication.
-- The length of an EpochLoader is the same on all processes. For other loaders each process prefetches one
-batch
-  and reports if it has one.
-- Stop requests and time limits are known to one process first. A preemption ends the tasks at the step by
-  Interrupted; others end the loop, and with it the epoch.
-- A requested save is made by all processes at the same step.
-- In a task of some ranks only these agree about the end of their batches; requests wait for a loop of all
-ranks
-  or the end of the epoch.
+- Step limits, and the length of an EpochLoader, are the same everywhere. Of other loaders each process
+  prefetches one batch and reports if it has one.
+- A preemption ends the tasks at the step by Interrupted; other stops end the loop, and with it the epoch.
+- In a task of some ranks only these agree about the end of their batches; requests wait for a loop of all.
 - Requests wait for the end of an accumulation window unless the time is too short.
 - A rank that leaves alone by `break`, or runs a loop that others do not, is found by comparison (`loops`).
-
-The information is one maximum over all processes, posted before a step and awaited after it, so that it
-overlaps with the step: a stop requested during one step ends the next one.
 """
 
 from __future__ import annotations
@@ -25,9 +17,9 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field
-from types import TracebackType
+from functools import partial
 from typing import Any, Protocol
 
 from torchrelay.errors import RelayError, TaskFailedError, UsageError
@@ -48,10 +40,7 @@ class CancelledError(BaseException):
 
 
 class Siblings:
-    """Threads of one node's run, and the first failure among them and their starting thread.
-
-    With `above` (for the instances of a task) they also end when a sibling there fails.
-    """
+    """Threads of one node's run and their first failure; they also end if a sibling `above` fails."""
 
     def __init__(self, above: Siblings | None = None) -> None:
         self._above = above
@@ -118,10 +107,10 @@ class Siblings:
 
 
 def task_failed(where: object, task: Task | None, step: Step, error: Exception) -> RelayError:
-    """Return the error for a failed step."""
+    """Return the error for a failed step; torchrelay's own errors are unchanged."""
     name = step_name(step) or "an unnamed step"
     of_task = f" of task {task.full_name!r}" if task is not None else ""
-    return _program_failed(f"step {name!r}{of_task}", where, error)
+    return error if isinstance(error, RelayError) else _failure(f"step {name!r}{of_task}", where, error)
 
 
 @contextmanager
@@ -132,31 +121,24 @@ def naming(what: str, where: object) -> Iterator[None]:
     except RelayError:
         raise
     except Exception as error:
-        raise _program_failed(what, where, error) from error
+        raise _failure(what, where, error) from error
 
 
-def _program_failed(what: str, where: object, error: Exception) -> RelayError:
-    """Return the error for a failure of user code; torchrelay's own errors are unchanged."""
-    if isinstance(error, RelayError):
-        return error
+def _failure(what: str, where: object, error: Exception) -> TaskFailedError:
+    """Return the error for a failure of user code, with the traceback from that code on."""
     reason = "".join(traceback.format_exception_only(type(error), error)).strip()
     failed = TaskFailedError(f"{what} failed on {where}: {reason}")
     failed.__cause__ = error
-    failed.details = "".join(traceback.format_exception(type(error), error, _users_part(error)))
+    frames = error.__traceback__
+    while frames is not None and "torchrelay" in frames.tb_frame.f_globals.get("__name__", ""):
+        frames = frames.tb_next
+    failed.details = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     return failed
 
 
-def _users_part(error: Exception) -> TracebackType | None:
-    """Return the traceback from the user's step on."""
-    frames = error.__traceback__
-    while frames is not None and "torchrelay" in frames.tb_frame.f_globals.get("__name__", ""):
-        if frames.tb_next is None:
-            return error.__traceback__
-        frames = frames.tb_next
-    return frames or error.__traceback__
-
-
 _END = object()
+Agreed = Callable[[], tuple[int, int, int]]
+"""Waits for all: whether a process has no batch left, the strongest request, whether a save is requested."""
 
 
 class FlagsHandle(Protocol):
@@ -224,27 +206,22 @@ class StepLoop:
             loop = Loop(self.loader, counted=True)  # windows are counted without a cursor, too
         if self.counted and self.state.must_end(self.node):
             return
-        self._warn_of_workers()
         source = self.loader if loop is None else loop.source
         if self.counted:
-            self._expect_steps(loop)
-        if self.counted and self.polled and self.state.requests is not None:
-            self.state.requests.steps = True
+            self._begin_counted(loop)
         if self.agreeing is None:
             yield from self._alone(source, loop)
-        elif is_epoch_loader(self.loader) and not self._asks:  # equal number of batches, nothing to exchange
+            return
+        even = is_epoch_loader(self.loader)
+        everywhere = self.cursor is not None and self.cursor.everywhere and self.state.requests is not None
+        if even and not (self.counted or (self.polled and everywhere)):  # nothing to exchange
             for batch in source:
                 yield self._begin(batch, loop, closes=self._closes_window(loop))
-        else:
-            yield from self._together(source, loop, self.agreeing)
-
-    def _together(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
-        """Iterate over batches while the loop is recorded for comparison with other ranks."""
+            return
         made, early = self.loops.enter(self.among, type(self.loader).__name__), True
-        together = _Together(agreeing, made)
+        agree = partial(self._agree, self.agreeing, made)
         try:
-            even = is_epoch_loader(self.loader)
-            for batch in (self._even if even else self._uneven)(source, loop, together):
+            for batch in (self._even if even else self._uneven)(source, loop, agree):
                 self.loops.begin(made)
                 yield batch
             early = False
@@ -258,25 +235,21 @@ class StepLoop:
 
         return not self.counted or not torch.is_grad_enabled()
 
-    def _warn_of_workers(self) -> None:
-        """Warn once that workers of a loader keep random states outside of checkpoints."""
+    def _begin_counted(self, loop: Loop | None) -> None:
+        """Note the expected steps, and warn of workers whose random states no checkpoint has."""
         kept = getattr(self.loader, "persistent_workers", False) and not hasattr(self.loader, "state_dict")
-        if self.counted and kept and self.state.first_time(f"workers of {self.node}"):
+        if kept and self.state.first_time(f"workers of {self.node}"):
             logger.warning(
                 "DataLoader(persistent_workers=True) restarts its workers on a resume, so batches come in "
                 "another order than without one; use EpochLoader, or remove that option"
             )
-
-    def _expect_steps(self, loop: Loop | None) -> None:
-        """Record how many steps this loop has left, if known, for progress displays."""
-        try:
+        if self.polled and self.state.requests is not None:
+            self.state.requests.steps = True
+        with suppress(Exception):  # a foreign loader may raise any error, or have no length
             length = len(self.loader)  # type: ignore[arg-type]
-        except Exception:  # a foreign loader may raise any error, or have no length
-            return
-        self.state.expect_steps(self.node, max(length - (loop.taken if loop is not None else 0), 0))
+            self.state.expect_steps(self.node, max(length - (loop.taken if loop is not None else 0), 0))
 
     def _alone(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
-        """Iterate in a single process."""
         for batch, last in self._with_last(source):
             closes = self._closes_window(loop, last=last)
             yield self._begin(batch, loop, closes=closes)
@@ -284,13 +257,7 @@ class StepLoop:
                 return
             self._save_if(closes and self._save_wanted(), loop)
 
-    @property
-    def _asks(self) -> bool:
-        """True if a loop with equal numbers of batches exchanges requests."""
-        everywhere = self.cursor is not None and self.cursor.everywhere and self.state.requests is not None
-        return self.counted or (self.polled and everywhere)
-
-    def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: _Together) -> Iterator[Any]:
+    def _even(self, source: Iterable[Any], loop: Loop | None, agree: Callable[..., Agreed]) -> Iterator[Any]:
         """Iterate with equal numbers of batches: only stop requests are exchanged, every `agree_every` steps.
 
         Within a window they count only if the time is too short to wait for its end.
@@ -301,35 +268,39 @@ class StepLoop:
             closes, since = self._closes_window(loop), since + 1
             asking = since >= every if closes else index % every == 0
             since = 0 if asking and closes else since
-            told = None
-            if asking:
-                urgency = self._urgency(closes=closes)
-                told = agreeing.agree(False, urgency, closes and self._save_wanted())
+            agreed = agree(closes=closes) if asking else None
             yield self._begin(batch, loop, closes=closes)
-            _, urgency, save = told() if told else (0, NOT_ASKED, 0)
+            _, urgency, save = agreed() if agreed else (0, NOT_ASKED, 0)
             if self._ended(urgency, loop):
                 return
             self._save_if(save, loop)
 
-    def _uneven(self, source: Iterable[Any], loop: Loop | None, agreeing: _Together) -> Iterator[Any]:
+    def _uneven(
+        self, source: Iterable[Any], loop: Loop | None, agree: Callable[..., Agreed]
+    ) -> Iterator[Any]:
         """Prefetch one batch on each process; the first without one ends the loop for all."""
         batches = iter(source)
         ahead = next(batches, _END)
-        told = agreeing.agree(ahead is _END, NOT_ASKED, False)
+        agreed = agree(exhausted=ahead is _END, asks=False)
         while True:
-            exhausted, urgency, save = told()
+            exhausted, urgency, save = agreed()
             if exhausted:
-                self._warn_of_surplus(dropped=ahead is not _END)
+                if ahead is not _END and self.state.first_time(f"surplus of {self.node}"):
+                    logger.warning(
+                        "%s: other processes ran out of batches first; surplus batches here are dropped in "
+                        "every epoch. EpochLoader gives all processes the same number of steps and drops "
+                        "nothing.",
+                        self.node,
+                    )
                 return
             if self._ended(urgency):
                 return
             self._save_if(save)
             batch, ahead = ahead, next(batches, _END)
             closes = self._closes_window(loop, last=ahead is _END)
-            urgency = self._urgency(closes=closes)
-            told = agreeing.agree(ahead is _END, urgency, closes and self._save_wanted())
+            agreed = agree(exhausted=ahead is _END, closes=closes)
             if self.accumulate > 1:  # the step must know now if it is the last one
-                closes = bool(told()[0]) or closes
+                closes = bool(agreed()[0]) or closes
             yield self._begin(batch, loop, closes=closes)
 
     def _with_last(self, source: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -350,11 +321,8 @@ class StepLoop:
         taken = loop.taken + 1
         return taken % self.accumulate == 0 or loop.ends_at(taken) or self.state.limits_next_step(self.node)
 
-    def _urgency(self, *, closes: bool = True) -> int:
-        """Return this process's request for an agreement; an evaluation is finished first if there is time.
-
-        The same holds for a step within a window, whose end is near.
-        """
+    def _urgency(self, *, closes: bool) -> int:
+        """Return this process's request; an evaluation or a window is finished first if there is time."""
         if self.counted and closes and not self.evaluates:
             return self.state.urgency()
         requests = self.state.requests
@@ -374,7 +342,6 @@ class StepLoop:
             self.state.save_now()
 
     def _begin(self, batch: Any, loop: Loop | None, *, closes: bool) -> Any:
-        """Count and yield the next batch."""
         self.siblings.check()
         self.state.check()
         if loop is not None:
@@ -401,31 +368,19 @@ class StepLoop:
             self.state.end_epoch_at(self.node, urgency)
         return self.state.must_end(self.node)
 
-    def _warn_of_surplus(self, *, dropped: bool) -> None:
-        """Warn once that surplus batches are dropped."""
-        if dropped and self.state.first_time(f"surplus of {self.node}"):
-            logger.warning(
-                "%s: other processes ran out of batches first; surplus batches here are dropped in every "
-                "epoch. EpochLoader gives all processes the same number of steps and drops nothing.",
-                self.node,
-            )
-
-
-@dataclass(frozen=True)
-class _Together:
-    """Agreements of one loop; each includes the number of the loop."""
-
-    agreeing: Agreeing
-    made: LoopRecord
-
-    def agree(self, exhausted: bool, urgency: int, save: bool) -> Callable[[], tuple[int, int, int]]:
-        """Post this process's values; return a function that waits for the others.
-
-        Its result: a process has no batch left, the strongest request, a save is requested. Raises UsageError
-        if processes are in different loops.
-        """
-        number = self.made.number
-        handle = self.agreeing.agree_flags((number, -number, int(exhausted), urgency, int(save)))
+    def _agree(
+        self,
+        agreeing: Agreeing,
+        made: LoopRecord,
+        *,
+        exhausted: bool = False,
+        closes: bool = False,
+        asks: bool = True,
+    ) -> Agreed:
+        """Post this process's values; the result raises UsageError if processes are in different loops."""
+        urgency = self._urgency(closes=closes) if asks else NOT_ASKED
+        number, save = made.number, asks and closes and self._save_wanted()
+        handle = agreeing.agree_flags((number, -number, int(exhausted), urgency, int(save)))
 
         def wait() -> tuple[int, int, int]:
             most, least, exhausted, urgency, save = handle.wait()

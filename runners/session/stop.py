@@ -24,8 +24,7 @@ WAITS_EPOCHS = 3
 """Epochs that a stop condition may wait for its metric without a warning."""
 DEFAULT_BEST = ("val/acc", "max")
 """Metric and direction by which the best epoch is chosen unless the program names another one."""
-_SIMILAR = 0.85
-"""Similarity of names from which one is taken for a misspelling of the other."""
+_SIMILAR = 0.85  # similarity of names from which one is taken for a misspelling of the other
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,7 @@ def verdict_of(job: Job, answers: Mapping[str, StopAnswer]) -> StopVerdict:
 
 
 def ask_all(job: Job, session: SessionBase) -> StopVerdict:
-    """Evaluate every condition on every node; all processes get the same verdict.
-
-    All conditions are evaluated, also after one stops: a condition may count.
-    """
+    """Evaluate every condition on every node, also after one stops, as a condition may count."""
 
     def ask() -> dict[str, dict[str, list[Any]]]:
         return {
@@ -76,9 +72,8 @@ def ask_all(job: Job, session: SessionBase) -> StopVerdict:
         by_node = {node: answer for part in answers for node, answer in part[condition.name].items()}
         given = {node: StopAnswer(stop, reason) for node, (stop, reason, _) in by_node.items()}
         combined[condition.name] = combine(given, condition.rule)
-        for _, _, metric in by_node.values():
-            if metric is not None:
-                waiting[condition.name] = metric
+        for metric in [metric for _, _, metric in by_node.values() if metric is not None]:
+            waiting[condition.name] = metric
     return replace(verdict_of(job, combined), waiting=waiting)
 
 
@@ -111,13 +106,9 @@ def over_by_facts(
     keep the stored verdict, unless their settings changed, or they judge metrics and the user has `rewound`
     to this position. `inside` an epoch limits on steps and time are left to the next step.
     """
+    steps, secs, metrics = facts.total_steps, facts.elapsed_secs, facts.last_metrics
     # values of the loaded position that built-in limits use
-    remembered = SimpleNamespace(
-        epoch=epoch,
-        total_steps=facts.total_steps,
-        elapsed_secs=facts.elapsed_secs,
-        metrics=facts.last_metrics,
-    )
+    remembered = SimpleNamespace(epoch=epoch, total_steps=steps, elapsed_secs=secs, metrics=metrics)
     answers = {}
     for condition in job.stop_conditions:
         if (
@@ -155,8 +146,8 @@ def ended_before(job: Job, facts: Facts) -> list[str]:
 def early_reasons(job: Job, by_condition: Mapping[str, Mapping[str, Any]]) -> str:
     """Join the reasons of the conditions that end the run before its limits; empty if none does."""
     limits = {condition.name for condition in job.stop_conditions if condition.limit}
-    ended = [one["reason"] for name, one in by_condition.items() if one["stop"] and name not in limits]
-    return ", ".join(ended)
+    others = [one for name, one in by_condition.items() if name not in limits]
+    return ", ".join(one["reason"] for one in others if one["stop"])
 
 
 def only_time_is_up(job: Job, verdict: StopVerdict) -> bool:
@@ -168,19 +159,18 @@ def only_time_is_up(job: Job, verdict: StopVerdict) -> bool:
 
 def limits_of(conditions: Sequence[StopCondition]) -> dict[str, Any]:
     """Return the totals that also end a running epoch, from limits only (see StopCondition)."""
-    limits = [condition for condition in conditions if condition.limit]
-    steps = [getattr(condition, "steps", None) for condition in limits]
-    secs = [getattr(condition, "secs", None) for condition in limits]
-    return {
-        "limit_steps": min((n for n in steps if n is not None), default=None),
-        "limit_secs": min((n for n in secs if n is not None), default=None),
-    }
+    return {"limit_steps": _least(conditions, "steps"), "limit_secs": _least(conditions, "secs")}
 
 
 def last_epoch_of(conditions: Sequence[StopCondition]) -> int | None:
     """Return the epoch at which a limit ends the run; None without one."""
-    epochs = [getattr(condition, "epochs", None) for condition in conditions if condition.limit]
-    return min((n for n in epochs if n is not None), default=None)
+    least: int | None = _least(conditions, "epochs")
+    return least
+
+
+def _least(conditions: Sequence[StopCondition], what: str) -> Any:
+    found = [getattr(condition, what, None) for condition in conditions if condition.limit]
+    return min((n for n in found if n is not None), default=None)
 
 
 def warn_of_waiting(

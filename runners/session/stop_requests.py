@@ -1,7 +1,7 @@
 """Requests to stop or to save: signals, time limits and the file STOP. Does not import torch.
 
 A signal handler only records a request. All processes agree when it takes effect, in `ctx.steps` and between
-the phases of a run (`runners.training.preemption`).
+the phases of a run (`runners.training.saver`).
 
 Python's handlers do not run inside a collective; there the other ranks, which reach the next step, release
 the process. Ctrl-C is such a request if a step is near; otherwise, and the second time, it interrupts as
@@ -25,7 +25,6 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import seconds_in
-from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launcher import write_stderr
 
@@ -70,9 +69,9 @@ def seconds_typed(text: str) -> float:
 
 def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[StopDeadline, ...]:
     """Return the deadlines of this launch: `limit_secs`, and those set by its launcher."""
-    found = []
+    now, found = time.monotonic(), []
     if limit_secs is not None:
-        found.append(StopDeadline(time.monotonic() + limit_secs, f"the time limit of {limit_secs:g} s"))
+        found.append(StopDeadline(now + limit_secs, f"the time limit of {limit_secs:g} s"))
     # Slurm before 23 does not set this variable; `torchrelay launch --slurm` does.
     for key, name, margin in (
         ("SLURM_JOB_END_TIME", "the end of the Slurm job", SLURM_MARGIN_SECS),
@@ -80,7 +79,7 @@ def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[
     ):
         end = environ.get(key, "")
         if end.isascii() and end.isdigit() and int(end) > time.time():
-            found.append(StopDeadline(time.monotonic() + int(end) - time.time(), name, margin))
+            found.append(StopDeadline(now + int(end) - time.time(), name, margin))
     return tuple(found)
 
 
@@ -95,8 +94,7 @@ NOT_ASKED, TIME_IS_UP, ASKED, PREEMPT = range(4)
 
 GRACE_SECS = 30.0
 """Time between SIGTERM and SIGKILL: default of torchrun, and Slurm's KillWait."""
-_PERSON_SECS = 600.0
-"""Grace period after Ctrl-C; pressing it again ends the process at once."""
+_PERSON_SECS = 600.0  # grace period after Ctrl-C; pressing it again ends the process at once
 RESERVE_SECS = 10.0
 """Rest of the grace period at which work that cannot be resumed in its middle is aborted."""
 _LOOK_SECS = 1.0
@@ -120,19 +118,15 @@ class Requests:
         notice_secs: float = GRACE_SECS,
         stop_name: str | None = None,
     ) -> None:
-        self.deadlines = deadlines
-        self._save_secs = save_secs
+        self.deadlines, self._save_secs, self._clock = deadlines, save_secs, clock
         self._stop_file, self._stop_name = stop_file, stop_name or str(stop_file)
-        self._clock = clock
         self._notice_secs = notice_secs
         self._signal: str | None = None
         self._save: str | None = None
         self._kill_at: float | None = None
-        self._looked = -_LOOK_SECS
-        self._stop = False
+        self._looked, self._stop = -_LOOK_SECS, False
         self._stopped_by: str | None = None
-        self.steps = False
-        """True if epochs run in steps that react to requests, so that the next one is near."""
+        self.steps = False  # true if epochs run in steps that react to requests, so that the next one is near
 
     def preempt(self, name: str) -> None:
         """Record a signal that asks to stop within the grace period. Called by signal handlers."""
@@ -181,9 +175,10 @@ class Requests:
 
     def reason(self) -> str | None:
         """Return the source of the request; None if this process has none."""
-        late = self._late()
-        if self._signal is not None or late is not None:
-            return self._signal or (late.name if late else None)
+        if self._signal is not None:
+            return self._signal
+        if (late := self._late()) is not None:
+            return late.name
         return (self._stopped_by or f"the file {self._stop_name}") if self._stop else None
 
     def secs_left(self) -> float | None:
@@ -225,9 +220,9 @@ def save_signal_of(name: Any) -> signal.Signals | None:
 def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Iterator[None]:
     """While the block runs, SIGTERM, SIGUSR1 and Ctrl-C ask to stop, and `save` asks for a save.
 
-    Handlers are restored afterwards. A handler of the program for `save` is kept; without one the signal is
-    ignored afterwards if nothing follows. Only works in the main thread. Signals handled outside of Python,
-    and ignored signals except `save`, are left alone: an ignored signal may be inherited.
+    Only in the main thread. A handler of the program for `save` is kept; without one the signal is ignored
+    afterwards if nothing follows. Signals handled outside of Python, and ignored signals except `save`, are
+    left alone: an ignored signal may be inherited.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -251,10 +246,7 @@ def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Itera
 
 @contextmanager
 def nothing_follows() -> Iterator[None]:
-    """Ignore a late request to save after the training, if the process ends then.
-
-    The signal's default action would kill the process, and a finished run would look like a failed one.
-    """
+    """Ignore late requests to save in a process that ends then: their default action would kill it."""
     _ends_soon.set()
     try:
         yield
@@ -309,19 +301,6 @@ class _SignalHandler:
                 "torchrelay: Ctrl-C: saving at the next step, then exiting; repeat to exit at once\n"
             )
         self._requests.preempt(signal.Signals(number).name)
-
-
-def requests_of(
-    limit_secs: float | None, run: RunDirectory | None, save_secs: Callable[[], float], *, looks: bool
-) -> Requests:
-    """Create the requests of a run; the process that `looks` checks the file STOP."""
-    return Requests(
-        deadlines_of(limit_secs, os.environ),
-        run.stop_file if run is not None and looks else None,
-        save_secs,
-        notice_secs=notice_of(os.environ, GRACE_SECS),
-        stop_name=None if run is None else f"{run.where}/STOP",
-    )
 
 
 class Interrupted(BaseException):
