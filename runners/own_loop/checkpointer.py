@@ -122,25 +122,23 @@ class Checkpointer:
         """
         epoch = check_epoch(epoch, "epoch")
         session = self._bound()
-        with holding(session, self._workspaces), self._shown(session):
-            return self._resumed(session, epoch)
-
-    def _resumed(self, session: SessionBase, epoch: int | None) -> Position | None:
-        _check_alike(session.peers, "resume", {"epoch": epoch})
         ledger, peers = self._engine.ledger, session.peers
-        self.wait()
-        look = ledger.look(peers)
-        if epoch is not None:
-            ledger.check(peers, epoch)
-        self._take_log(session)
-        if epoch is None and not look.commits:
-            session.run(self._manager.init(self._nodes))
-            return None
-        target = ledger.newest(peers, warn) if epoch is None else ledger.verify_epoch(peers, epoch)
-        target = self._load(session, target, older=epoch is None)
-        if epoch is not None and look.epoch != epoch:
-            ledger.rewind(peers, target.position, {"epoch": epoch, "process": this_process(), "by": "user"})
-        return target.position
+        with holding(session, self._workspaces), self._shown(session):
+            _check_alike(peers, "resume", {"epoch": epoch})
+            self.wait()
+            look = ledger.look(peers)
+            if epoch is not None:
+                ledger.check(peers, epoch)
+            self._take_log(session)
+            if epoch is None and not look.commits:
+                session.run(self._manager.init(self._nodes))
+                return None
+            target = ledger.newest(peers, warn) if epoch is None else ledger.verify_epoch(peers, epoch)
+            target = self._load(session, target, older=epoch is None)
+            if epoch is not None and look.epoch != epoch:
+                by_user = {"epoch": epoch, "process": this_process(), "by": "user"}
+                ledger.rewind(peers, target.position, by_user)
+            return target.position
 
     def _load(self, session: SessionBase, target: Target, *, older: bool) -> Target:
         """Load the target; if its bytes are damaged, load an older one if `older`."""
@@ -182,6 +180,9 @@ class Checkpointer:
         Raises:
             SaveFailedError: It could not be saved, on any rank. Nothing is committed then.
             FencedError: Another job has taken the directory over.
+
+        Example:
+            ckpt.save(epoch, metrics={"val/acc": accuracy}, asynchronous=True)
         """
         if asynchronous and self._background is None:
             raise UsageError("this Checkpointer was made with asynchronous=False: leave that out")
@@ -261,11 +262,8 @@ class Checkpointer:
         if self._session is not None:
             return self._session
         session, current = self._given, current_session()
-        if (
-            session is None
-            and not read_launch_env().launched
-            and (current is None or current.peers.size == 1)
-        ):
+        alone = current is None or current.peers.size == 1
+        if session is None and alone and not read_launch_env().launched:
             session = self._stack.enter_context(closing(LocalSession()))
         session = self._stack.enter_context(current_or_new_session(session))
         session.place(self._job.nodes())
@@ -313,20 +311,17 @@ def _number(name: Any, value: Any) -> float:
 
 def _check_alike(peers: Peers, call: str, wish: dict[str, Any]) -> None:
     """Raise UsageError on all ranks where one asks for something else."""
-    told = peers.exchange(f"Checkpointer.{call}", wish)
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            first, second = (", ".join(f"{name}={one[name]}" for name in one) for one in (told[0], other))
+    wishes = peers.exchange(f"Checkpointer.{call}", wish)
+    for rank, other in enumerate(wishes):
+        if other != wishes[0]:
+            first, second = (", ".join(f"{name}={one[name]}" for name in one) for one in (wishes[0], other))
             raise UsageError(
                 f"{call}({first}) on rank 0, {call}({second}) on rank {rank}: all ranks ask for the same"
             )
 
 
 def _let_go(manager: MultiNodeCheckpointManager) -> None:
-    """Without the others: what is in flight ends, and the next writer need not wait.
-
-    Warns if it could not be saved, because no later call raises that.
-    """
+    """End what is in flight, without the others, so that the next writer need not wait."""
     engine = manager.engine
     engine.wait(unguarded=True)
     for outcome in engine.settle():

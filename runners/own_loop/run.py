@@ -258,8 +258,8 @@ class Run:
         running = life.state.log_of(ctx.node).snapshot().get(name)
         own = {} if running is None else {name: running.summary().encode()}
         life.session.loops.ask(f"run.metric({name!r})")
-        told = life.peers.exchange(f"metric {name}", own)
-        now = joined({key: MetricSummary.decode(one) for key, one in node.items()} for node in told)
+        logged = life.peers.exchange(f"metric {name}", own)
+        now = joined({key: MetricSummary.decode(one) for key, one in node.items()} for node in logged)
         return now[name] if name in now else ctx.metric(name)
 
     # Around the loop

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.code.archive import changes, open_archive, write_archive
 from torchrelay.metadata.code.capture import (
@@ -47,7 +48,6 @@ from torchrelay.metadata.code.snapshot import (
     take,
 )
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.records import dataclass
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.training.journal import Journal
 
@@ -85,30 +85,17 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown_value(value: Any) -> str:
-    """Format a value, shortened."""
     return "unset" if value is None else f"{value}"[:_SHOWN]
 
 
-_COMPARED = 16
-"""Digits of a digest that are sent to other ranks."""
-_NAMED_RANKS = 8
-_NAMED_FILES = 3
-_NAMED_LEFT_OUT = 100
-
+_COMPARED = 16  # digits of a digest that are sent to other ranks
+_NAMED_RANKS, _NAMED_FILES, _NAMED_LEFT_OUT = 8, 3, 100
 
 _reading = threading.Lock()
 """Held by the thread. Forks wait for it: a loader's workers would inherit locks and pipes to git."""
 os.register_at_fork(
     before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
 )
-
-
-@dataclass(frozen=True)
-class CapturedSource:
-    """The source of this attempt, or the reason why there is none."""
-
-    snapshot: Snapshot | None
-    why: str = ""
 
 
 class Capturing:
@@ -123,32 +110,44 @@ class Capturing:
         self._params = params_of(params)
         self._asked = None if code is None or code is False else sources_of(code)
         self._off = code is False
-        self._taken: CapturedSource | None = None
+        self._taken: Snapshot | str | None = None
+        """The source of this attempt, or the reason why there is none."""
         self._pending: Callable[[], None] | None = None
-        self._thread: threading.Thread | None = None
+        self._recording: WorkItem[None] | None = None
         self._warnings: list[str] = []
-        self._failed: Exception | None = None
 
-    def agree(self, peers: Peers, journal: Journal) -> None:
-        """Read the source and compare it between ranks; raises UsageError on all ranks if it differs.
-
-        Source that cannot be archived is an error if it was named by `code=`; otherwise rank 0 warns.
-        """
+    def agree(self, peers: Peers) -> None:
+        """Read the source and compare it between ranks; raises UsageError on all ranks if it differs."""
         self._taken = None
         if self._run is None or self._waits(peers):
             return
-        digests = decide(peers, "code", self._own_digests)
+
+        def own_digests() -> dict[str, Any]:
+            self._taken = taken = self._take()
+            files = {} if isinstance(taken, str) else of_manifest(taken.manifest)
+            found = {name: _short(digest) for name, digest in files.items()}
+            return {"files": found, "config": self._given.config_id}
+
+        digests = decide(peers, "code", own_digests)
         if peers.size == 1:
             return
         found = together(peers, "code of all ranks", lambda: self._differences(digests) if peers.rank else [])
-        if refused := {rank: names for rank, names in enumerate(found) if names}:
-            raise UsageError(_refusal(refused))
+        refused = [f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(found) if names]
+        if refused:
+            more = len(refused) - _NAMED_RANKS
+            texts = "; ".join([*refused[:_NAMED_RANKS], *([f"{more} more ranks"] if more > 0 else [])])
+            raise UsageError(
+                f"ranks differ from rank 0 ({texts}): start all ranks with the same source and "
+                "configuration; code=False skips the comparison of the source"
+            )
 
     def prepare(self, journal: Journal, session: SessionBase) -> None:
         """After the log is held: record the attempt, or schedule that; on rank 0, called by all."""
         if self._run is None or not journal.writes:
             return
-        self._pending = partial(self._capture, self._run.path, journal, command(), _world(session))
+        hosts = dict(Counter(place.host for place in session.nodes))
+        world = {"processes": session.peers.size, "nodes": len(session.nodes), "hosts": hosts}
+        self._pending = partial(self._capture, self._run.path, journal, {**command(), "world": world})
         if not self._waits(session.peers):
             self.finish(journal)
 
@@ -159,44 +158,33 @@ class Capturing:
     def begin(self) -> None:
         """At the first epoch: record in a thread what is not recorded yet. Later calls do nothing."""
         work, self._pending = self._pending, None
-        if work is None:
-            return
-        thread = threading.Thread(target=work, name="torchrelay-capture", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads in this process
-            work()
-        else:
-            self._thread = thread
+        if work is not None:
+            self._recording = Worker("torchrelay-capture").submit(work)
+            if self._recording is None:  # no more threads in this process
+                self._recording = WorkItem(work)
+                self._recording.run()
+                self._recording.over.set()
 
     def finish(self, journal: Journal) -> None:
         """Wait until everything is recorded. What cannot be stored is a warning."""
         self.begin()
-        if self._thread is not None:
-            self._thread.join()
-        warnings, failed = self._warnings, self._failed
-        self._thread, self._warnings, self._failed = None, [], None
+        item, self._recording = self._recording, None
+        if item is not None:
+            item.over.wait()
+        warnings, self._warnings = self._warnings, []
         for text in warnings:
             journal.warn(text)
-        if failed is not None:
-            raise failed
+        if item is not None and isinstance(item.error, RelayError):
+            journal.warn(f"source and environment of this attempt are not recorded: {item.error}")
+        elif item is not None:
+            item.result()
 
-    def _capture(
-        self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
-    ) -> None:
-        """Record everything; errors are kept for `finish`."""
-        try:
-            with _reading:
-                self._write(run, journal, called, world)
-        except RelayError as error:
-            self._warnings.append(f"source and environment of this attempt are not recorded: {error}")
-        except Exception as error:
-            self._failed = error
-
-    def _write(
-        self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
-    ) -> None:
+    def _capture(self, run: Path, journal: Journal, called: Mapping[str, Any]) -> None:
         """Archive source and configuration, and log what changed since the previous attempt."""
+        with _reading:
+            self._write(run, journal, called)
+
+    def _write(self, run: Path, journal: Journal, called: Mapping[str, Any]) -> None:
         taken = self._taken = self._taken or self._take()
         # the last attempt whose source was archived
         before = next((one for one in reversed(captures(run)) if code_id_of(one) is not None), None)
@@ -209,7 +197,6 @@ class Capturing:
                 **called,
                 **surroundings(),
                 "torch": torch_facts(),
-                "world": world,
                 "code": code,
                 "config": config,
                 "config_files": sorted(self._given.config),
@@ -218,56 +205,42 @@ class Capturing:
                 "params": self._params,
             },
         )
-        self._say_changes(run, journal, taken.snapshot, before)
-        self._say_config(run, journal)
+        self._log_changes(run, journal, None if isinstance(taken, str) else taken, before)
 
     def record_code(self, snapshot: Snapshot, warn: Callable[[str], None]) -> dict[str, Any]:
         """Archive source in the run and return its record; raises StorageError."""
         if self._run is None:
             raise UsageError("archiving the source needs a run directory")
-        return self._write_code(self._run.path, CapturedSource(snapshot), warn)
+        return self._write_code(self._run.path, snapshot, warn)
 
     # Agreeing
 
-    def _own_digests(self) -> dict[str, Any]:
-        """Return shortened digests of the source and the id of the configuration."""
-        self._taken = self._take()
-        snapshot = self._taken.snapshot
-        files = of_manifest(snapshot.manifest) if snapshot is not None else {}
-        return {
-            "files": {name: _short(digest) for name, digest in files.items()},
-            "config": self._given.config_id,
-        }
-
-    def _take(self) -> CapturedSource:
-        """Take the source as configured by `code=`."""
+    def _take(self) -> Snapshot | str:
         if self._off:
-            return CapturedSource(None, "code=False")
+            return "code=False"
         if self._asked is not None:
-            return CapturedSource(take(self._asked))
+            return take(self._asked)
         script = main_script()
         if script is None:
-            return CapturedSource(
-                None, "no user script was found, as in a notebook; name the source with code="
-            )
+            return "no user script was found, as in a notebook; name the source with code="
         try:
-            return CapturedSource(take(Sources([script.root.path]), roots=(script.root,)))
+            return take(Sources([script.root.path]), roots=(script.root,))
         except UsageError as error:
             self._warnings.append(f"the source is not archived; the run continues: {error}")
-            return CapturedSource(None, str(error))
+            return str(error)
 
-    def _differences(self, told: Mapping[str, Any]) -> list[str]:
-        """Describe differences between this rank and rank 0."""
+    def _differences(self, first: Mapping[str, Any]) -> list[str]:
+        """Describe differences between this rank and the `first`."""
         found = []
-        if told["config"] != self._given.config_id:
+        if first["config"] != self._given.config_id:
             found.append("the configuration differs")
         roots: tuple[Root, ...] | None = None
-        if told["files"] and not self._off:
+        if first["files"] and not self._off:
             script = main_script() if self._asked is None else None
             roots = (script.root,) if script else self._asked.labelled() if self._asked else None
         if roots is not None:
-            own = digests(roots, told["files"])
-            for name, theirs in told["files"].items():
+            own = digests(roots, first["files"])
+            for name, theirs in first["files"].items():
                 if _short(own[name]) != theirs:
                     found.append(f"{name} {'is missing' if own[name] == GONE else 'differs'}")
         more = len(found) - _NAMED_FILES
@@ -275,11 +248,9 @@ class Capturing:
 
     # Writing
 
-    def _write_code(self, run: Path, taken: CapturedSource, warn: Callable[[str], None]) -> dict[str, Any]:
-        """Archive the source and return its record."""
-        snapshot = taken.snapshot
-        if snapshot is None:
-            return {"id": None, "why": taken.why}
+    def _write_code(self, run: Path, snapshot: Snapshot | str, warn: Callable[[str], None]) -> dict[str, Any]:
+        if isinstance(snapshot, str):
+            return {"id": None, "why": snapshot}
         manifest = snapshot.manifest
         write_archive(run / "code", manifest, snapshot.contents)
         git, refs = {}, []
@@ -300,32 +271,26 @@ class Capturing:
             "script": script_name if script_name in snapshot.contents else None,
             "import_path": _import_path(snapshot),
             "left_out": [
-                {"name": _shown(n), "why": why}
-                for n, why in sorted(snapshot.left_out.items())[:_NAMED_LEFT_OUT]
+                {"name": name.encode("utf-8", "backslashreplace").decode(), "why": why}
+                for name, why in sorted(snapshot.left_out.items())[:_NAMED_LEFT_OUT]
             ],
             "submodules": dict(snapshot.submodules),
             "git": git,
             "refs": refs,
         }
 
-    def _say_changes(
+    def _log_changes(
         self, run: Path, journal: Journal, snapshot: Snapshot | None, before: Mapping[str, Any] | None
     ) -> None:
-        """Log changes of the source since the previous attempt."""
-        if before is None or snapshot is None:
-            return
-        old_id = code_id_of(before)
-        if old_id == snapshot.manifest.code_id:
-            return
-        try:
-            with open_archive(run / "code" / f"{old_id}.zip") as archive:
-                found = str(changes(of_manifest(archive.manifest), of_manifest(snapshot.manifest)))
-        except StorageError as error:
-            found = f"its archive cannot be compared ({error})"
-        journal.tell("code changed", f"code changed since attempt {before['number']}: {found}")
-
-    def _say_config(self, run: Path, journal: Journal) -> None:
-        """Log changes of the configuration since the previous attempt."""
+        """Log changes of source and configuration since the previous attempt with each of them."""
+        old_id = None if before is None else code_id_of(before)
+        if before is not None and snapshot is not None and old_id != snapshot.manifest.code_id:
+            try:
+                with open_archive(run / "code" / f"{old_id}.zip") as archive:
+                    found = str(changes(of_manifest(archive.manifest), of_manifest(snapshot.manifest)))
+            except StorageError as error:
+                found = f"its archive cannot be compared ({error})"
+            journal.tell("code changed", f"code changed since attempt {before['number']}: {found}")
         older = [one for one in captures(run) if one["number"] < journal.attempt and one.get("config_id")]
         if not older or older[-1]["config_id"] == self._given.config_id:
             return
@@ -348,12 +313,6 @@ def torch_facts() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return facts
-
-
-def _world(session: SessionBase) -> dict[str, Any]:
-    """Return the numbers of processes and nodes, by host."""
-    hosts = dict(Counter(place.host for place in session.nodes))
-    return {"processes": session.peers.size, "nodes": len(session.nodes), "hosts": hosts}
 
 
 def _import_path(snapshot: Snapshot) -> list[str]:
@@ -379,21 +338,5 @@ def _hidden_ref(root: Root, snapshot: Snapshot) -> str:
         return commit_hidden(repo, manifest.code_id, own, root.label)
 
 
-def _shown(name: str) -> str:
-    """Escape a file name for display."""
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
 def _short(digest: str) -> str:
-    """Shorten a digest."""
     return digest if digest.startswith("-> ") else digest[:_COMPARED]
-
-
-def _refusal(refused: Mapping[int, list[str]]) -> str:
-    """Describe the ranks that differ from rank 0."""
-    texts = [f"rank {rank}: {', '.join(names)}" for rank, names in list(refused.items())[:_NAMED_RANKS]]
-    more = f"; {len(refused) - _NAMED_RANKS} more ranks" if len(refused) > _NAMED_RANKS else ""
-    return (
-        f"ranks differ from rank 0 ({'; '.join(texts)}{more}): start all ranks with the same source and "
-        "configuration; code=False skips the comparison of the source"
-    )

@@ -99,7 +99,13 @@ def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
     if world is None:
         sys.exit(code)
     try:
-        code = _close(world, code, meet_secs)
+        met = world.wait_for_all_ranks(meet_secs) if code in (0, PreemptedError.exit_code) else True
+        failure = world.watcher.failure if world.watcher else None
+        if failure is not None:
+            code = code or failure.exit_code
+        elif not met:
+            _say(world, f"exited without {world.late_ranks()}, which did not finish within {meet_secs:g} s")
+        world.close()
     except PeerError as error:
         code = code or error.exit_code
         _say(world, str(error))
@@ -107,18 +113,6 @@ def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
     if world.env.launched:
         end_process(code)
     sys.exit(code)
-
-
-def _close(world: World, code: int, meet_secs: float) -> int:
-    """Wait for the other ranks and close the world; returns the exit code."""
-    met = world.wait_for_all_ranks(meet_secs) if code in (0, PreemptedError.exit_code) else True
-    failure = world.watcher.failure if world.watcher else None
-    if failure is not None:
-        code = code or failure.exit_code
-    elif not met:
-        _say(world, f"exited without {world.late_ranks()}, which did not finish within {meet_secs:g} s")
-    world.close()
-    return code
 
 
 def _fail(error: BaseException, where: str = "") -> int:
@@ -164,10 +158,7 @@ def _line_of_program(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for a user: one line for torchrelay's own errors, a traceback for others.
-
-    For a failed step the traceback begins in user code.
-    """
+    """Return the message for a user: one line for torchrelay's own errors, a traceback for others."""
     from torchrelay.jobs.config.tree import ConfigError
 
     if isinstance(error, TaskFailedError) and error.details:
@@ -185,8 +176,7 @@ def _say(world: World | None, text: str) -> None:
     write_stderr(f"torchrelay: {rank}{text}\n")
 
 
-_pending: list[tuple[Any, str]] = []
-"""Pending requests of `programs`, each with its script."""
+_pending: list[tuple[Any, str]] = []  # pending requests of `programs`, each with its script
 
 
 def hand_over(request: Any, script: str = "") -> None:
@@ -211,17 +201,13 @@ def refuse_before_main() -> None:
 _CALL = signal.SIGURG
 """Interrupts a wait of the main thread to call a handler; ignored by processes without one."""
 _POKE_SECS = 0.05
-_LOOK_SECS = 1.0
-"""Interval at which a worker checks if its trainer exists."""
+_LOOK_SECS = 1.0  # interval at which a worker checks if its trainer exists
 _hooked = False
 
 
 @contextmanager
 def workers_stay(save: signal.Signals | None = None) -> Iterator[None]:
-    """While the block runs, multiprocessing starts workers that outlive stop signals. `save` asks for saves.
-
-    A fork server that was started in the block keeps the signals blocked for its forks.
-    """
+    """While the block runs, start workers that outlive stop signals and the signal `save`."""
     global _hooked
     if _hooked:
         yield
@@ -272,8 +258,7 @@ class Staying:
     ) -> None:
         self.process, self.own, self.save, self.ignored = process, own, save, ignored
         self.trainer = os.getpid()
-        self._due = False
-        """True if a handler of the process is still to be called."""
+        self._due = False  # true if a handler of the process is still to be called
 
     def __call__(self) -> None:
         """Start the thread that receives signals, and run."""
@@ -287,7 +272,6 @@ class Staying:
             type(self.process).run(self.process) if self.own is None else self.own()
 
     def _watch(self) -> None:
-        """Run the thread that receives SIGTERM and watches the trainer."""
         parent = os.getppid()  # the trainer, or the server that forks for it
         while True:
             came = signal.sigtimedwait({signal.SIGTERM}, _POKE_SECS if self._due else _LOOK_SECS)
@@ -310,7 +294,6 @@ class Staying:
 
 
 def _lives(process: int) -> bool:
-    """Return True if a process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

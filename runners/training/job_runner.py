@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,21 +39,22 @@ from torchrelay.runners.session.stop import DEFAULT_BEST
 from torchrelay.runners.session.stop_requests import TimeLimit, save_signal_of, seconds_of
 from torchrelay.runners.training.capture import Capturing
 from torchrelay.runners.training.exit import refuse_before_main
-from torchrelay.runners.training.extras.upstream import InitFrom, Upstream, given_of
 from torchrelay.runners.training.plan import OnCrash, Plan, Recipe, Resume, RunResult, check_epoch, recipes_of
-from torchrelay.runners.training.preemption import check_on_crash
 from torchrelay.runners.training.run_loop import Life
 from torchrelay.runners.training.saver import report_stats
-from torchrelay.runners.training.startup import MAX_ATTEMPTS, bind_for_load
+from torchrelay.runners.training.startup import bind_for_load
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from torchrelay.runners.training.extras.onnx_export import OnnxExport
+    from torchrelay.runners.training.extras.upstream import InitFrom, Upstream, UpstreamRuns
 
 _training: dict[int, threading.Lock] = {}
 """Locks by process, because a process forked from a task must not use its parent's."""
 RUN_DIRECTORY_FAILED_SAVES = 3
+MAX_ATTEMPTS = 3
+"""A launch may die, be restarted automatically and die at the same position, for days."""
 
 
 class JobRunner:
@@ -148,33 +150,32 @@ class JobRunner:
         if where is not None and checkpoint_manager is not None:
             raise UsageError("checkpoint_manager and where are the same argument: remove one of them")
         where = checkpoint_manager if where is None else where
-        self.job = _check_job(job, resume)
-        self.resume_from_epoch = check_epoch(resume_from_epoch)
-        self.upload_task_group_builder = upload_task_group_builder
-        self.run_directory = _run_directory(where)
+        if not isinstance(job, Job):
+            raise UsageError(f"invalid job={job!r:.80}: expected a torchrelay.Job")
+        self.job, self.upload_task_group_builder = job, upload_task_group_builder
+        self.resume_from_epoch, self.run_directory = check_epoch(resume_from_epoch), _run_directory(where)
         check_options("JobRunner", of_manager, inspect.signature(JobRunner).parameters)
-        given = {**of_manager, "metadata_handler": check_handler(metadata_handler)}
-        self.manager = self._manager(where, given)
+        options = {**of_manager, "metadata_handler": check_handler(metadata_handler)}
+        self.manager = self._manager(where, options)
         self.trackers = self._sinks(trackers)
         self.exports = self._exports(exports, best)
         self.capturing = Capturing(self.run_directory, code, configuration, params)
         self.replay = recipes_of(replay)
-        self.built_on = given_of(upstream, init_from)
-        if self.built_on and self.run_directory is None:
-            raise UsageError("upstream needs a run directory: pass JobRunner the path of one")
+        self.built_on = self._upstream_runs(upstream, init_from)
+        default = RUN_DIRECTORY_FAILED_SAVES if self.run_directory else None
         self._plan = Plan(
             resume=resume,
-            best=_check_best(best),
+            best=best,
             save_initial=save_initial,
-            max_failed_saves=self._max_failed_saves(max_failed_saves),
-            agree_every=_check_count(agree_every, "agree_every"),
+            max_failed_saves=default if max_failed_saves is None else max_failed_saves,
+            agree_every=agree_every,
             time_limit_secs=None if time_limit is None else seconds_of(time_limit),
-            max_attempts=_check_attempts(max_attempts),
+            max_attempts=MAX_ATTEMPTS if max_attempts is None else max_attempts,
             log_every_n_secs=interval_secs(log_every_n_secs),
             save_signal=save_signal_of(save_signal),
-            on_crash=check_on_crash(on_crash),
+            on_crash=on_crash,
             from_program=(from_program,) if isinstance(from_program, str) else tuple(from_program),
-        )
+        ).checked()
 
     def _manager(self, where: str | Path | Manager | None, options: dict[str, Any]) -> Manager | None:
         """Return the user's manager, or create that of the run directory with these options."""
@@ -194,7 +195,6 @@ class JobRunner:
         return MultiNodeCheckpointManager(self.run_directory.checkpoints, metadata_handler=own, **options)
 
     def _sinks(self, trackers: Sequence[str | MetricSink]) -> tuple[MetricSink, ...]:
-        """Create the trackers."""
         if isinstance(trackers, (list, tuple)) and not trackers:
             return ()
         from torchrelay.metadata.sinks.trackers import sinks_of
@@ -205,7 +205,6 @@ class JobRunner:
         return sinks
 
     def _exports(self, exports: Sequence[OnnxExport], best: Any) -> tuple[OnnxExport, ...]:
-        """Check the ONNX exports."""
         found = tuple(exports) if isinstance(exports, Sequence) else (exports,)
         if not found:
             return ()
@@ -222,11 +221,15 @@ class JobRunner:
             raise UsageError("two exports would write the same files: set name= for each")
         return found
 
-    def _max_failed_saves(self, wanted: int | None) -> int | None:
-        """Return the limit of failed saves."""
-        if wanted is None:
-            return RUN_DIRECTORY_FAILED_SAVES if self.run_directory else None
-        return _check_count(wanted, "max_failed_saves")
+    def _upstream_runs(self, upstream: Any, init_from: Any) -> UpstreamRuns | None:
+        if upstream is None and init_from == ():
+            return None
+        from torchrelay.runners.training.extras.upstream import given_of
+
+        given = given_of(upstream, init_from)
+        if given[0] and self.run_directory is None:
+            raise UsageError("upstream needs a run directory: pass JobRunner the path of one")
+        return given
 
     def train(
         self,
@@ -335,7 +338,13 @@ class JobRunner:
 
         def work() -> int:
             options = parse_options(argv, self.resume_from_epoch is not None)
-            self._plan = self._plan.with_options(options)
+            plan, attempts = self._plan, options.max_attempts
+            self._plan = replace(
+                plan,
+                resume=options.resume or plan.resume,
+                time_limit_secs=options.time_limit_secs or plan.time_limit_secs,  # none is 0
+                max_attempts=plan.max_attempts if attempts is None else attempts,
+            )
             result = self.train(resume_from_epoch=options.epoch, again=options.again)
             return code_of_result(result)
 
@@ -403,7 +412,6 @@ class JobRunner:
         return loaded
 
     def _required_manager(self, verb: str) -> Manager:
-        """Return the manager, or raise UsageError."""
         if self.manager is None:
             raise UsageError(
                 f"{verb} needs a checkpoint manager: pass JobRunner a run directory or a manager"
@@ -438,37 +446,3 @@ def _run_directory(where: Any) -> RunDirectory | None:
         return RunDirectory(workspace_of(url), url)
     path = where.removeprefix(FILE) if isinstance(where, str) else where
     return RunDirectory(local_directory(path, "the run directory"))
-
-
-def _check_job(job: Any, resume: str) -> Job:
-    """Check the job and the value of `resume`."""
-    if not isinstance(job, Job):
-        raise UsageError(f"invalid job={job!r:.80}: expected a torchrelay.Job")
-    if resume not in ("auto", "must", "never"):
-        raise UsageError(f"invalid resume={resume!r}: expected 'auto', 'must' or 'never'")
-    return job
-
-
-def _check_best(best: Any) -> tuple[str, str] | None:
-    """Check the value of `best`."""
-    if best is None:
-        return None
-    if isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max"):
-        return best
-    raise UsageError(f"invalid best={best!r}: expected a metric and a direction, such as ('val/acc', 'max')")
-
-
-def _check_attempts(count: Any) -> int | None:
-    """Check the value of `max_attempts`."""
-    if count is None:
-        return MAX_ATTEMPTS
-    if type(count) is int and count >= 0:
-        return count or None
-    raise UsageError(f"invalid max_attempts={count!r:.80}: expected a whole number, 0 for no limit")
-
-
-def _check_count(count: Any, name: str) -> int:
-    """Check a number of at least 1."""
-    if type(count) is int and count >= 1:
-        return count
-    raise UsageError(f"invalid {name}={count!r:.80}: expected a whole number from 1")

@@ -19,7 +19,7 @@ from typing import Any
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.checkpoint.log.view import LeaseInfo, Look
-from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
+from torchrelay.errors import DirectoryInUseError, NoProgressError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.metadata.fs import finite
@@ -31,7 +31,7 @@ from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict, early_reasons
 from torchrelay.runners.training.plan import Choice, RunResult
 
-TAIL_PARTS = ("upload", "download", "exit")
+FINAL_PARTS = ("upload", "download", "exit")
 ENDED: tuple[State, ...] = ("FINISHED", "STOPPED")
 """The states of a run whose end is recorded."""
 
@@ -40,38 +40,30 @@ class SaveWarning(UserWarning):
     """An epoch was not saved; the training continues."""
 
 
-Aside = Callable[[Callable[[], None]], None]
-"""Runs work in the background (`Background.aside`)."""
-
-
-def at_once(work: Callable[[], None]) -> None:
-    """Run the work immediately."""
-    work()
-
-
 class Journal:
-    """The records of one run."""
+    """The records of one run. `aside` runs work in the background (`Background.aside`)."""
 
     def __init__(
-        self, run: RunDirectory | None, peers: Peers, progress: Progress, aside: Aside = at_once
+        self,
+        run: RunDirectory | None,
+        peers: Peers,
+        progress: Progress,
+        aside: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        self.run = run
-        self.peers = peers
-        self.progress = progress
+        self.run, self.peers, self.progress = run, peers, progress
         self.run_id: str | None = None
-        self.aside = aside
+        self.aside = aside or (lambda work: work())
+        self.attempt = 0  # number of this attempt; known after the log is held
         self._generation: int | None = None
         self._branch = 0
         self._epoch: int | None = None
-        self._tail: dict[str, Any] = {}
-        self._attempt = 0
+        self._final: dict[str, Any] = {}
         self._process: dict[str, Any] = {}
         self._attempts: Any = None
         self._replicated: dict[str, str] = {}
         """The newest replicated position for the status; empty without a local tier."""
         self._ending = threading.Lock()
-        self._over = False
-        """True if the end of this attempt is recorded."""
+        self._over = False  # true if the end of this attempt is recorded
         self._writing = threading.Lock()
         """Held while the status is replaced, so that no pending write hides the recorded end."""
 
@@ -79,11 +71,6 @@ class Journal:
     def writes(self) -> bool:
         """True if this process writes the run directory, after the log is held."""
         return self.run is not None and self.peers.rank == 0 and self._generation is not None
-
-    @property
-    def attempt(self) -> int:
-        """Number of this attempt, from 0; known after the log is held."""
-        return self._attempt
 
     @property
     def where(self) -> Path | str | None:
@@ -95,10 +82,7 @@ class Journal:
     def create(
         self, job: Job, best: tuple[str, str] | None, session: SessionBase, known: str | None = None
     ) -> None:
-        """Write the run's identity once; every process gets its id.
-
-        `known` is the id in its epochs, for an identity that was lost or damaged.
-        """
+        """Write the run's identity once and return its id on all; `known` is the id in its epochs."""
         run = self.run
         if run is None:
             return
@@ -122,17 +106,16 @@ class Journal:
         self._process = process_here()
         before = self._status_before(self.run)
         attempt = before.get("attempt")
-        self._attempt = attempt + 1 if type(attempt) is int else 0
-        self._tail = _tail_of(before)
+        self.attempt = attempt + 1 if type(attempt) is int else 0
+        self._final = _final_of(before)
         self._attempts = before.get("attempts")
         self._status("RUNNING", epoch=look.epoch)
         notes.append(self.cut_off)
         asked = choice.start == "explicit"
         epoch, step = (choice.epoch, 0) if asked else (look.epoch, look.step)
         rewind = {"rewind": True} if choice.rewind else {}
-        self._event(
-            "start", attempt=self._attempt, world_size=self.peers.size, epoch=epoch, step=step, **rewind
-        )
+        size = self.peers.size
+        self._event("start", attempt=self.attempt, world_size=size, epoch=epoch, step=step, **rewind)
 
     def _status_before(self, run: RunDirectory) -> dict[str, Any]:
         """Return the status of an earlier attempt; an unreadable file is ignored with a warning."""
@@ -151,11 +134,6 @@ class Journal:
         elif choice.rewind:
             self.warn(f"starting from scratch: {choice.reason}; existing epochs are kept, abandoned")
 
-    def say_fallback(self, choice: Choice, look: Look, loaded: Position) -> None:
-        """Log the actual start position if the announced one is damaged."""
-        if choice.start == "newest" and loaded != look.position:
-            self.say(f"resuming from epoch {loaded} instead")
-
     # While it runs
 
     def epoch_done(
@@ -167,7 +145,7 @@ class Journal:
         line: dict[str, Any] = {
             "epoch": state.epoch,
             "step": state.total_steps,
-            "attempt": self._attempt,
+            "attempt": self.attempt,
             "time": round(time.time(), 3),
             "saved": saved,
             "metrics": {name: finite(value) for name, value in metrics.items()},
@@ -180,7 +158,6 @@ class Journal:
             note()
 
     def _note_epoch(self, line: dict[str, Any], ended_early: str | None, stop: Sequence[str]) -> None:
-        """Write the metrics and the status of an epoch."""
         self._lines("log_metrics", line)
         if ended_early:
             self._event("short epoch", epoch=line["epoch"], reason=ended_early)
@@ -235,38 +212,50 @@ class Journal:
 
         def look() -> bool:
             status = self._status_before(run) if run is not None else {}
-            return status.get("state") in ENDED and not _left_of(_tail_of(status), branch, epoch)
+            return status.get("state") in ENDED and not _left_of(_final_of(status), branch, epoch)
 
         return bool(decide(self.peers, "end of the run", look))
 
-    def tail_left(self, branch: int, epoch: int) -> tuple[str, ...]:
+    def final_parts_left(self, branch: int, epoch: int) -> tuple[str, ...]:
         """Return the final parts that are not recorded as done, agreed from rank 0."""
-        return tuple(decide(self.peers, "tail", lambda: _left_of(self._tail, branch, epoch)))
+        return tuple(decide(self.peers, "tail", lambda: _left_of(self._final, branch, epoch)))
 
-    def tail_part_done(self, branch: int, epoch: int, part: str) -> None:
+    def final_part_done(self, branch: int, epoch: int, part: str) -> None:
         """Record a final part as done, so that a crash after it does not repeat it."""
         if not self.writes:
             return
-        if (self._tail.get("branch"), self._tail.get("epoch")) != (branch, epoch):
-            self._tail = {"branch": branch, "epoch": epoch, "done": []}
-        self._tail["done"] = [*self._tail["done"], part]
+        if (self._final.get("branch"), self._final.get("epoch")) != (branch, epoch):
+            self._final = {"branch": branch, "epoch": epoch, "done": []}
+        self._final["done"] = [*self._final["done"], part]
         self._status("RUNNING", epoch=epoch)
 
-    def attempts_before(self, here: list[Any]) -> tuple[int, int]:
-        """Return the number of this attempt, from 0, and how many before it started here in a row.
+    def check_attempts(self, choice: Choice, branch: int, start: Position | None, most: int) -> int:
+        """Record where this attempt starts, and return its number; all processes together.
 
-        Records this attempt. Rank 0 only. `here` is the start position; empty if each attempt counts
-        separately.
+        Raises NoProgressError if `most` earlier attempts in a row started there too. A rewind begins a branch
+        and always counts as progress; attempts ended by Ctrl-C or a usage error do not count.
         """
-        known = self._attempts if isinstance(self._attempts, list) else []
-        same = [one for one in known if here and one == here]
-        self._attempts = [*(same if len(same) == len(known) else []), here]
-        self._status("RUNNING", epoch=self._epoch)
-        return self._attempt, len(self._attempts) - 1
 
-    def tail_at(self, branch: int, epoch: int | None) -> int:
-        """Return how many final parts are recorded as done. Rank 0 only."""
-        return len(TAIL_PARTS) - len(_left_of(self._tail, branch, epoch))
+        def count() -> tuple[int, int]:
+            epoch, step = (start.epoch, start.step) if start is not None else (None, 0)
+            done = 0 if epoch is None else len(FINAL_PARTS) - len(_left_of(self._final, branch, epoch))
+            here = [] if choice.rewind else [branch, epoch, step, done]
+            known = self._attempts if isinstance(self._attempts, list) else []
+            same = [one for one in known if here and one == here]
+            self._attempts = [*(same if len(same) == len(known) else []), here]
+            self._status("RUNNING", epoch=self._epoch)
+            return self.attempt, len(self._attempts) - 1
+
+        attempt, before = decide(self.peers, "attempts", count)
+        if most and before >= most:
+            self.uncount()
+            where = "the beginning" if start is None or choice.rewind else f"epoch {start}"
+            raise NoProgressError(
+                f"{before} launches in a row started at {where} in {self.where} and made no progress: see "
+                f"`torchrelay show` for their errors, fix the cause, and launch with "
+                f"--max-attempts {before + most} (or max_attempts=; 0 for no limit)"
+            )
+        return int(attempt)
 
     def uncount(self) -> None:
         """Do not count this attempt: a user stopped it, or must correct a mistake."""
@@ -283,23 +272,10 @@ class Journal:
             if signal.SIGINT.name in result.stop:
                 self.uncount()
             self._event("preempted", reason=reason, epoch=int(result), step=step, lost=lost)
-            self._status(
-                result.status,
-                epoch=int(result),
-                step=step,
-                stop=list(result.stop),
-                exit_code=PreemptedError.exit_code,
-                committed=result.committed,
-            )
+            self._note_result(result, step=step, exit_code=PreemptedError.exit_code)
         where = f"from epoch {saved}" if saved is not None else "from its start"
         beyond = f"; the running epoch could not be saved: {lost}" if lost is not None else ""
         self.say(f"preempted ({reason}): the same command resumes {where}{beyond}")
-
-    def already_finished(self, result: RunResult, job: Job, look: Look) -> None:
-        """Log that this launch trains nothing, and why if the run ended before its limits."""
-        early = early_reasons(job, {} if look.facts is None else look.facts.stop)
-        why = f" ({early})" if early else ""
-        self.say(f"already finished at epoch {int(result)}{why}: its state is loaded, nothing to do")
 
     def finished(self, result: RunResult, job: Job, answers: Mapping[str, Mapping[str, Any]]) -> None:
         """Record the end of the run, and log why if it ended before its limits."""
@@ -307,22 +283,18 @@ class Journal:
             if not first:
                 return
             self._event("end", state=result.status, epoch=int(result))
-            self._status(
-                result.status,
-                epoch=int(result),
-                stop=list(result.stop),
-                exit_code=0,
-                committed=result.committed,
-                metrics={name: finite(value) for name, value in result.metrics.items()},
-            )
-        early = early_reasons(job, answers)
+            metrics = {name: finite(value) for name, value in result.metrics.items()}
+            self._note_result(result, exit_code=0, metrics=metrics)
+        early, reason = early_reasons(job, answers), ", ".join(result.stop)
         if early and result.status == "FINISHED":
             self.say(f"finished at epoch {int(result)}: {early}")
         if result.status == "STOPPED":
-            reason = ", ".join(result.stop)
-            self.say(
-                f"stopped at epoch {int(result)} ({reason}): remove the cause, and the same command resumes"
-            )
+            text = "remove the cause, and the same command resumes"
+            self.say(f"stopped at epoch {int(result)} ({reason}): {text}")
+
+    def _note_result(self, result: RunResult, **more: Any) -> None:
+        stop, committed = list(result.stop), result.committed
+        self._status(result.status, epoch=int(result), stop=stop, committed=committed, **more)
 
     def failed(self, error: BaseException, state: RunState, reason: str, code: int) -> None:
         """Record a failure with its reason and exit code; never raises, as the failure is on its way."""
@@ -360,10 +332,7 @@ class Journal:
 
     @contextmanager
     def _last_note(self) -> Iterator[bool]:
-        """Let a thread that ends the process wait for the block, for seconds at most.
-
-        Yields False if the end of this attempt is already recorded.
-        """
+        """Let a thread that ends the process wait for the block; yields False if an end is recorded."""
         self.progress.close()
         with self._ending:
             yield not self._over
@@ -371,7 +340,6 @@ class Journal:
         notes.forget(self.cut_off)
 
     def _event(self, kind: str, **details: Any) -> None:
-        """Record an event."""
         self._lines("log_event", kind, **details)
 
     def _lines(self, verb: str, *values: Any, **details: Any) -> None:
@@ -380,7 +348,6 @@ class Journal:
             self._note(getattr(self.run, verb), self._generation, *values, **details)
 
     def _status(self, state: State, **details: Any) -> None:
-        """Replace the status."""
         if not self.writes or self.run is None:
             return
         with self._writing:
@@ -389,10 +356,10 @@ class Journal:
             self._note(
                 self.run.write_status,
                 state,
-                attempt=self._attempt,
+                attempt=self.attempt,
                 generation=self._generation,
                 **self._process,
-                tail=self._tail,
+                tail=self._final,
                 attempts=self._attempts,
                 **self._replicated,
                 **details,
@@ -407,7 +374,7 @@ class Journal:
             warn(f"the run directory could not be written: {error}", SaveWarning, stacklevel=4)
 
 
-def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
+def _final_of(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recorded final parts of a status; empty if there are none."""
     tail = status.get("tail")
     if isinstance(tail, dict) and isinstance(tail.get("done"), list):
@@ -416,6 +383,5 @@ def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_of(tail: Mapping[str, Any], branch: int, epoch: int | None) -> list[str]:
-    """Return the final parts that are not done."""
     same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
-    return [part for part in TAIL_PARTS if not same or part not in tail["done"]]
+    return [part for part in FINAL_PARTS if not same or part not in tail["done"]]

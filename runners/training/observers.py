@@ -33,30 +33,6 @@ class LateError(Exception):
     """A call did not finish in time; it continues in its thread."""
 
 
-class OneThread:
-    """Run calls in order in one thread, which an exit of the process does not wait for."""
-
-    def __init__(self, name: str) -> None:
-        self._worker = Worker(name)
-        self._late: WorkItem[object] | None = None
-
-    def failure(self, call: Callable[[], object], wait_secs: float) -> BaseException | None:
-        """Return the error of a call, or None; LateError if it or an earlier one is not finished in time."""
-        if self._late is not None and not self._late.over.is_set():
-            return LateError("an earlier call is not finished")
-        mine = self._worker.submit(call)
-        if mine is None:
-            return LateError("this process cannot start more threads")
-        if mine.over.wait(wait_secs):
-            return mine.error
-        self._late = mine
-        return LateError(f"it was not finished after {wait_secs:g} s")
-
-    def end(self) -> None:
-        """End the thread after the last call; a later call starts another one."""
-        self._worker.stop(0)
-
-
 FAILURES = 3
 """Failures in a row after which a sink is not used any more in this attempt."""
 PATIENCE_SECS = 120.0
@@ -73,43 +49,29 @@ class Trackers:
         self._warn = warn
         self._sinks = list(sinks)
         self._failures: dict[int, int] = {}
-        self._threads = {id(sink): OneThread(f"tracker {type(sink).__name__}") for sink in self._sinks}
+        self._workers = {id(sink): Worker(f"tracker {type(sink).__name__}") for sink in self._sinks}
+        self._late: dict[int, WorkItem[object]] = {}
 
-    def open(self, run: TrackedRun, attempt: int) -> None:
-        """Open the sinks; one that fails gets nothing in this attempt."""
-        for sink in list(self._sinks):
-            if not self._call(sink, "open", run, attempt):
-                self._sinks.remove(sink)
-                self._threads[id(sink)].end()
+    def send(self, verb: str, *given: Any) -> None:
+        """Call a method of all sinks that have it; a sink that failed too often is not used any more.
 
-    def rewind(self, epoch: int, step: int) -> None:
-        """Resume after an epoch; a sink that cannot rewind would show two curves and is not used."""
-        for sink in list(self._sinks):
-            if not self._call(sink, "rewind", epoch, step):
-                self._leave(sink)
-
-    def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of an epoch."""
-        self._log("log", epoch, step, dict(metrics))
-
-    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Pass points within an epoch to the sinks that accept them."""
-        self._log("log_steps", [(epoch, step, dict(values)) for epoch, step, values in rows])
-
-    def _log(self, verb: str, *given: Any) -> None:
-        """Call a method of all sinks that have it."""
+        One that cannot open, or cannot rewind and so would show two curves, has failed too often.
+        """
         for sink in [one for one in self._sinks if callable(getattr(one, verb, None))]:
             if self._call(sink, verb, *given):
                 self._failures.pop(id(sink), None)
-            elif self._failures[id(sink)] >= FAILURES:
-                self._leave(sink)
+            elif verb in ("open", "rewind") or self._failures[id(sink)] >= FAILURES:
+                self._sinks.remove(sink)
+                if verb != "open":
+                    self._failure(sink, "close")
+                self._workers[id(sink)].stop(0)
 
     def close(self) -> None:
         """End the attempt; a second call does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             self._call(sink, "close")
-            self._threads[id(sink)].end()
+            self._workers[id(sink)].stop(0)
 
     def _call(self, sink: MetricSink, verb: str, *given: Any) -> bool:
         """Call a sink; returns False after a warning if it failed."""
@@ -123,16 +85,19 @@ class Trackers:
         self._warn(f"the tracker {type(sink).__name__} failed at {verb}: {_reason(error)}{then}")
         return False
 
-    def _leave(self, sink: MetricSink) -> None:
-        """Close a failed sink without further warnings."""
-        self._sinks.remove(sink)
-        self._failure(sink, "close")
-        self._threads[id(sink)].end()
-
     def _failure(self, sink: MetricSink, verb: str, *given: Any) -> BaseException | None:
-        """Return the error of a call to a sink."""
+        """Return the error of a call; LateError if it or an earlier one is not finished in time."""
+        late = self._late.get(id(sink))
+        if late is not None and not late.over.is_set():
+            return LateError("an earlier call is not finished")
         with _streams_kept():
-            return self._threads[id(sink)].failure(lambda: getattr(sink, verb)(*given), PATIENCE_SECS)
+            item = self._workers[id(sink)].submit(lambda: getattr(sink, verb)(*given))
+            if item is None:
+                return LateError("this process cannot start more threads")
+            if item.over.wait(PATIENCE_SECS):
+                return item.error
+        self._late[id(sink)] = item
+        return LateError(f"it was not finished after {PATIENCE_SECS:g} s")
 
 
 def _reason(error: BaseException) -> str:
@@ -193,7 +158,8 @@ class Onlookers:
                 note = partial(_note_live, self._run, state)
                 self._trackers = Trackers(self._sinks, journal.warn)
                 name, uuid = job.name or self._run.name, journal.run_id or ""
-                self._trackers.open(TrackedRun(self._run.path, self._run.name, name, uuid), state.attempt)
+                run = TrackedRun(self._run.path, self._run.name, name, uuid)
+                self._trackers.send("open", run, state.attempt)
                 state.points.deliver = self._points
                 self._journal = journal
         self.progress.begin(state, last_epoch_of(job.stop_conditions), note)
@@ -202,13 +168,12 @@ class Onlookers:
         """After the state is loaded: the run continues after `epoch`, at `step` steps in total."""
         if self._journal is not None:
             self._journal.replace_steps_after(step)
-        self._trackers.rewind(epoch, step)
+        self._trackers.send("rewind", epoch, step)
 
     def _points(self, rows: Sequence[Row]) -> None:
-        """Record points within an epoch that have arrived."""
         if self._journal is not None:
             self._journal.step_points(rows)
-        self._trackers.log_steps(rows)
+        self._trackers.send("log_steps", [(epoch, step, dict(values)) for epoch, step, values in rows])
 
     def reduced(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a finished epoch.
@@ -217,11 +182,7 @@ class Onlookers:
         rewinds them. In the other order the epoch would be missing.
         """
         state.points.end(state.epoch, state.total_steps)
-        self._trackers.log(state.epoch, state.total_steps, metrics)
-
-    def epoch_done(self, metrics: Mapping[str, float]) -> None:
-        """Show a finished epoch, saved or with a save in flight."""
-        self.progress.epoch(metrics)
+        self._trackers.send("log", state.epoch, state.total_steps, dict(metrics))
 
     def close(self) -> None:
         """End the call; a second call does nothing."""

@@ -21,7 +21,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -39,10 +39,10 @@ Resume = Literal["auto", "must", "never"]
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """The requested start.
+    """The start that the caller of `train` or the metadata handler requests; identical on all ranks.
 
-    `epoch` is the user's or the handler's; with `decided` an epoch of None means "from scratch" instead of
-    "newest". `automatic` is True for run directories.
+    With `decided` an epoch of None means "from scratch" instead of "newest". `automatic` is True for run
+    directories.
     """
 
     epoch: int | None = None
@@ -55,13 +55,10 @@ class ResumeRequest:
 
 @dataclass(frozen=True)
 class Past:
-    """State of the log: commits, beginning of the current branch, and if it is finished.
-
-    `told_of` is the newest epoch that the run directory records as saved; None without one.
-    """
+    """State of the log and of its branch; `recorded` is the newest epoch in the run's metrics."""
 
     commits: bool = False
-    told_of: int | None = None
+    recorded: int | None = None
     branch_request: Mapping[str, Any] | None = None
     epochs_over: bool = False
 
@@ -98,10 +95,10 @@ def choose(wish: ResumeRequest, past: Past) -> Choice:
         raise NoProvableEpochError(
             "resume='must', but nothing was ever committed here: check the directory, or use resume='auto'"
         )
-    if wish.automatic and wish.resume == "auto" and past.told_of is not None and not past.commits:
+    if wish.automatic and wish.resume == "auto" and past.recorded is not None and not past.commits:
         raise NoProvableEpochError(
-            f"the run records epoch {past.told_of} as saved, but its checkpoints have no epoch: if they were "
-            "moved or are not mounted, restore them; to start again use resume='never' (--resume never)"
+            f"the run records epoch {past.recorded} as saved, but its checkpoints have no epoch: if they "
+            "were moved or are not mounted, restore them; to start again use resume='never' (--resume never)"
         )
     from_scratch = wish.decided or wish.resume == "never" or not (wish.automatic or wish.resume == "must")
     if from_scratch or not past.commits:
@@ -129,12 +126,10 @@ def check_epoch(value: object, name: str = "resume_from_epoch", most: int = MAX_
 
 _EPOCH = "--resume-from-epoch"
 _VARIABLE = "TORCHRELAY_ARGS"
-_MISTYPED = 0.88
-"""Similarity at which an unknown option is taken for a misspelt one."""
+_MISTYPED = 0.88  # similarity at which an unknown option is taken for a misspelt one
 
 
-@dataclass(frozen=True)
-class RunnerOptions:
+class RunnerOptions(argparse.Namespace):
     """The options of `JobRunner.main` on the command line."""
 
     epoch: int | None = None
@@ -145,15 +140,8 @@ class RunnerOptions:
     """0: no limit; None: the program's value."""
 
 
-class _ParsedOptions(argparse.Namespace):
-    """The options of torchrelay."""
-
-
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError."""
-
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise UsageError instead of exiting."""
         raise UsageError(message)
 
 
@@ -167,7 +155,7 @@ def parse_options(argv: list[str] | None, rewinds: bool = False) -> RunnerOption
     # a parser of the program has stored its options in a Namespace
     kept = [one for one in gc.get_objects() if type(one) is argparse.Namespace]
     read = frozenset(name for one in kept for name in vars(one))
-    found = _ParsedOptions()
+    found = RunnerOptions()
     for words, theirs in ((shlex.split(os.environ.get(_VARIABLE, "")), frozenset[str]()), (argv, read)):
         parser = _Parser(add_help=False, allow_abbrev=False, epilog=f"They can also be set in {_VARIABLE}.")
         ours = {option: how for option, how in _OPTIONS.items() if _name(option) not in theirs}
@@ -176,17 +164,16 @@ def parse_options(argv: list[str] | None, rewinds: bool = False) -> RunnerOption
         found, others = parser.parse_known_args(words, found)
         _check_others([word for word in others if _name(word.partition("=")[0]) not in theirs], list(ours))
         taken = any(word.partition("=")[0] == _EPOCH for word in others)
-        if taken and not rewinds and getattr(found, "epoch", None) is None:  # the program did not use it
+        if taken and not rewinds and found.epoch is None:  # the program did not use it
             print(
                 f"torchrelay: {_EPOCH} was read by the parser of this program, so nothing is rewound: pass "
                 "JobRunner(..., resume_from_epoch=...), or remove the option from the parser",
                 file=sys.stderr,
             )
-    return RunnerOptions(**vars(found))
+    return found
 
 
 def _name(option: str) -> str:
-    """Return the argument name of an option."""
     return option.lstrip("-").replace("-", "_")
 
 
@@ -202,7 +189,6 @@ def _check_others(others: list[str], ours: list[str]) -> None:
 
 
 def _whole_number(what: str, digits: int, text: str) -> int:
-    """Parse a whole number from 0."""
     if not (text.isascii() and text.isdigit() and len(text) <= digits):
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}: expected a whole number from 0")
     return int(text)
@@ -248,18 +234,36 @@ class Plan:
     max_failed_saves: int | None = None
     agree_every: int = 1
     time_limit_secs: float | None = None
-    max_attempts: int | None = None
+    max_attempts: int = 0
+    """0: no limit."""
     log_every_n_secs: float = EVERY_SECS
     save_signal: Signals | None = None
     on_crash: OnCrash = "none"
     from_program: tuple[str, ...] = ()
 
-    def with_options(self, options: RunnerOptions) -> Plan:
-        """Override values by the command line."""
-        attempts = self.max_attempts if options.max_attempts is None else options.max_attempts or None
-        limit = options.time_limit_secs or self.time_limit_secs  # none is 0
-        resume = options.resume or self.resume
-        return replace(self, resume=resume, time_limit_secs=limit, max_attempts=attempts)
+    def checked(self) -> Plan:
+        """Return this plan; raises UsageError for an invalid value."""
+        best, failures = self.best, self.max_failed_saves
+        measure = isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str)
+        for name, valid, expected in (
+            ("resume", self.resume in ("auto", "must", "never"), "'auto', 'must' or 'never'"),
+            (
+                "best",
+                best is None or (measure and best[1] in ("min", "max")),
+                "a metric and a direction, such as ('val/acc', 'max')",
+            ),
+            ("max_failed_saves", failures is None or _is_whole(failures, 1), "a whole number from 1"),
+            ("agree_every", _is_whole(self.agree_every, 1), "a whole number from 1"),
+            ("max_attempts", _is_whole(self.max_attempts, 0), "a whole number, 0 for no limit"),
+            ("on_crash", self.on_crash in ("save", "none"), "'save' or 'none'"),
+        ):
+            if not valid:
+                raise UsageError(f"invalid {name}={getattr(self, name)!r:.80}: expected {expected}")
+        return self
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 Kind = Literal["function", "program", "phase"]
@@ -309,7 +313,6 @@ def recipes_of(given: Any) -> dict[str, Recipe]:
 
 
 def _recipe(blob: Any, make: Recipe | Callable[[], Any]) -> Recipe:
-    """Return the recipe of a function or class."""
     if isinstance(make, Recipe):
         return make
     module, name = getattr(make, "__module__", None), getattr(make, "__qualname__", None)
@@ -382,14 +385,9 @@ class RunResult(int):
     ) -> RunResult:
         """Create the result of a run whose last epoch is `epoch`."""
         self = super().__new__(cls, epoch)
-        self.status = status
-        self.stop = stop
-        self.metrics = dict(metrics or {})
-        self.run_dir = run_dir
-        self.committed = committed
-        self.warm_starts = warm_starts
-        self.elsewhere = elsewhere
-        self.resumed_from = resumed_from
+        self.status, self.stop, self.metrics = status, stop, dict(metrics or {})
+        self.run_dir, self.warm_starts = run_dir, warm_starts
+        self.committed, self.elsewhere, self.resumed_from = committed, elsewhere, resumed_from
         return self
 
     def __bool__(self) -> bool:

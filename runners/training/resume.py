@@ -25,18 +25,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.manager.base import Manager
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.errors import BlobError, PartiallyLoadedError, StorageError, UsageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.random import RandomStreams
-from torchrelay.jobs.session import together
+from torchrelay.jobs.session import together, warn
 from torchrelay.jobs.stop import function_settings
+from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.records import dataclass
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.mid_epoch import places_for
 from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.steps import Agreeing
 from torchrelay.runners.training.journal import Journal
-from torchrelay.runners.training.preemption import PutBack
 
 _MOVES = frozenset(
     {
@@ -79,10 +82,7 @@ class FromProgram:
         """The record in the loaded checkpoint; None for a new run."""
 
     def note(self, session: SessionBase, warn: Callable[[str], None]) -> None:
-        """Record what `setup` has built, and warn of a scheduler of torch that is not saved.
-
-        Raises UsageError for a name that cannot be taken.
-        """
+        """Record what `setup` has built, and warn of an optimizer whose scheduler is not saved."""
 
         def look() -> None:
             for place in session.local_nodes:
@@ -93,10 +93,6 @@ class FromProgram:
                 self._check(node)
 
         together(session.peers, "from_program", look)
-        self._warn_of_unsaved(warn)
-
-    def _warn_of_unsaved(self, warn: Callable[[str], None]) -> None:
-        """Warn of an optimizer whose rate follows a scheduler of torch that is not saved."""
         for node in self._nodes.values():
             scheduled = [id(_optimizer_of(one)) for one in node.schedules.values()]
             for name, optimizer in node.optimizers.items():
@@ -135,7 +131,6 @@ class FromProgram:
             say(text)
 
     def _check(self, node: _Node) -> None:
-        """Raise UsageError for names that are neither schedules nor entries."""
         for name in self._names:
             blob, _, key = name.partition(".")
             if name in node.schedules:
@@ -177,26 +172,28 @@ class FromProgram:
                 yield f"{name} has a new function, taken from the program: functions are not saved"
             if not differences:
                 continue
+            listed = ", ".join(differences[:3]) + (", ..." if differences[3:] else "")
             if name in self._names:
                 _rebuild(name, schedule, built, saved, node.groups.get(id(_optimizer_of(schedule)), []))
-                yield f"{name} follows the program from step {_position(saved)}: {_listed(differences)}"
+                yield f"{name} follows the program from step {_position(saved)}: {listed}"
             elif type(schedule).__module__.startswith("torch."):
                 yield (
-                    f"{name} keeps its saved settings instead of the program's: {_listed(differences)}"
+                    f"{name} keeps its saved settings instead of the program's: {listed}"
                     f"{_horizon(saved)}. from_program={name!r} takes the program's"
                 )
 
 
 def _note(node: _Node, name: str, value: Any) -> None:
-    """Record a schedule or an optimizer."""
     if isinstance(value, LRScheduler):
         node.schedules[name] = value
         node.built[name] = copy.deepcopy(value.state_dict())
         value = _optimizer_of(value)
     elif hasattr(value, "param_groups"):
         node.optimizers[name] = value
-    elif _holds_schedule(value):
-        node.others = True
+    else:
+        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        ones = value if isinstance(value, (list, tuple)) else list(inside.values())
+        node.others |= any(isinstance(one, LRScheduler) for one in ones)
     groups = getattr(value, "param_groups", None)
     if isinstance(groups, list) and id(value) not in node.groups:
         node.groups[id(value)] = [
@@ -204,19 +201,11 @@ def _note(node: _Node, name: str, value: Any) -> None:
         ]
 
 
-def _holds_schedule(value: Any) -> bool:
-    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    ones = value if isinstance(value, (list, tuple)) else list(inside.values())
-    return any(isinstance(one, LRScheduler) for one in ones)
-
-
 def _optimizer_of(schedule: Any) -> Any:
-    """Return the optimizer of a schedule."""
     return getattr(schedule, "optimizer", None)
 
 
 def _copied(value: Any) -> Any:
-    """Copy a value."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -285,13 +274,7 @@ def _differences(built: Any, saved: Any, at: str = "") -> Iterator[str]:
         yield f"{at} was {_short(saved)} and is {_short(built)} in the program"
 
 
-def _listed(differences: Sequence[str]) -> str:
-    """Join the first three differences."""
-    return ", ".join(differences[:3]) + (", ..." if differences[3:] else "")
-
-
 def _short(value: Any) -> str:
-    """Format a value, shortened."""
     value = _plain(value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -309,7 +292,6 @@ def _horizon(saved: Mapping[str, Any]) -> str:
 
 
 def _position(saved: Mapping[str, Any]) -> int:
-    """Return the step of a saved schedule."""
     inner = saved.get("_schedulers") or [{}]
     return int(saved.get("last_epoch", inner[0].get("last_epoch", 0)))
 
@@ -341,6 +323,41 @@ def _rebuild(
             f"from_program={name!r}: the program's schedule cannot reach step {_position(saved)} of the run: "
             f"{error}"
         ) from error
+
+
+def put_back(session: SessionBase, load: Callable[[], None]) -> Callable[[str, Agreeing | None], None]:
+    """Return what loads again if the task of a node reaches its loop with other state than it has now.
+
+    All processes call it there, and `load` loads on all. Emulated nodes of one process only get a warning,
+    because a load affects all of them.
+    """
+    before = {place.name: _contents(session.workspace(place.name)) for place in session.local_nodes}
+
+    def compare(node: str, agreeing: Agreeing | None) -> None:
+        now = _contents(session.workspace(node))
+        changed = sorted(name for name in now if now[name] != before[node].get(name))
+        flags = (int(bool(changed)),)
+        anywhere = flags if agreeing is None else agreeing.agree_flags(flags).wait()
+        if anywhere[0] and len(session.local_nodes) == 1:
+            load()
+        elif anywhere[0]:
+            names = ", ".join(changed[:4])
+            text = f"{names} of {node} changed before the resumed loop, so twice in this epoch"
+            warn(f"{text}: move that code to a task of its own", stacklevel=2)
+
+    return compare
+
+
+def _contents(workspace: Workspace) -> dict[str, Any]:
+    """Return values and write counts of everything that may be saved."""
+    entries = workspace.entries()
+    saved = {name: one.value for name, one in entries.items() if one.origin is not Origin.LATER}
+    return {
+        leaf.name: leaf.content.json
+        if isinstance(leaf.content, Value)
+        else (leaf.content.data_ptr(), leaf.content._version)
+        for leaf in leaves_of(saved)
+    }
 
 
 class ResumedState:
@@ -382,20 +399,22 @@ class ResumedState:
                     raise
                 target = manager.engine.ledger.instead_of(self._session.peers, target, error, journal.warn)
         self._from_program.apply(self._session, target.facts.built, journal.say)
+
+        def load_again() -> None:  # random states and gradients are known
+            self._session.run(manager.go_on_at(nodes, target))
+            manager.engine.take_streams()
+            manager.engine.take_gradients()
+            self._from_program.apply(self._session, target.facts.built)
+
         if not target.position.boundary:
-            self.places = target.facts.places
-            self._load_again = partial(self._load_inside, manager, nodes, target)
+            self.places, self._load_again = target.facts.places, load_again
         return target
 
     def take(self, manager: Manager, target: Target) -> None:
         """Continue counting from the loaded position; random states and gradients wait for `restore`."""
-        engine, facts = manager.engine, target.facts
+        engine = manager.engine
         self._streams, self._gradients = engine.take_streams(), engine.take_gradients()
-        self._state.set_elapsed(facts.elapsed_secs)
-        self._state.begin_epoch(target.position.epoch, total_steps=facts.total_steps)
-        self._state.recall_metrics(facts.metrics, facts.last_metrics)
-        if self._state.seed is None:
-            self._state.seed = facts.seed
+        self._state.take(target.facts, target.position.epoch)
 
     def restore(self) -> None:
         """Restore random states, right before the first epoch task or the final parts of a finished run.
@@ -413,15 +432,8 @@ class ResumedState:
         """Resume the interrupted epoch after `step` finished steps."""
         inside, self.places = self.places, {}
         self._state.begin_epoch(self._state.epoch + 1, step=step, total_steps=self._state.total_steps)
-        own = {place.name for place in self._session.local_nodes}
         places = places_for([place.name for place in self._session.nodes], inside)
-        self._state.put_back = PutBack(self._session, self._load_again)
-        own_places = {name: place for name, place in places.items() if name in own}
-        self._state.continue_at(own_places, self._streams, self._gradients)
-
-    def _load_inside(self, manager: Manager, nodes: Sequence[str], target: Target) -> None:
-        """Load the position once more; random states and gradients are known."""
-        self._session.run(manager.go_on_at(nodes, target))
-        manager.engine.take_streams()
-        manager.engine.take_gradients()
-        self._from_program.apply(self._session, target.facts.built)
+        self._state.put_back = put_back(self._session, self._load_again)
+        for name in [place.name for place in self._session.local_nodes if place.name in places]:
+            held = self._streams.get(name), self._gradients.get(name)
+            self._state.continue_at(name, places[name], *held)

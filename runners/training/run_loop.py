@@ -2,17 +2,19 @@
 
 A finished run is set up, loaded and ended again. Every process of the session runs the same course; decisions
 are made once and sent to all. Between the phases all processes exchange stop requests
-(`preemption.agree_on_requests`).
+(`saver.agree_on_requests`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.format.names import LINEAGE
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.view import Look
@@ -22,44 +24,51 @@ from torchrelay.jobs.data.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.random import current_seed
 from torchrelay.jobs.runtime import undivided
 from torchrelay.jobs.session import decide, together
+from torchrelay.runners.session import stop
 from torchrelay.runners.session.base import SessionBase, is_forked
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.stop import (
-    StopVerdict,
-    ask_all,
-    ended_before,
-    limits_of,
-    only_time_is_up,
-    over_there,
-    warn_of_waiting,
+from torchrelay.runners.session.stop import StopVerdict
+from torchrelay.runners.session.stop_requests import (
+    ASKED,
+    GRACE_SECS,
+    PREEMPT,
+    Interrupted,
+    Requests,
+    deadlines_of,
+    notice_of,
+    signals_ask,
 )
-from torchrelay.runners.session.stop_requests import ASKED, PREEMPT, Interrupted, requests_of, signals_ask
 from torchrelay.runners.training.exit import workers_stay
-from torchrelay.runners.training.extras.parts import exporting_of, recorder_of, stored_run_of
-from torchrelay.runners.training.extras.upstream import Stages
-from torchrelay.runners.training.journal import Journal, at_once
+from torchrelay.runners.training.journal import Journal
 from torchrelay.runners.training.observers import Onlookers
-from torchrelay.runners.training.plan import Choice, Plan, RunResult, Status
-from torchrelay.runners.training.preemption import (
-    MidEpochSaver,
-    agree_on_requests,
-    agree_to_leave,
-    save_at_crash,
-    save_now,
-)
+from torchrelay.runners.training.plan import Choice, Plan, ResumeRequest, RunResult, Status, WarmStart
 from torchrelay.runners.training.resume import FromProgram, ResumedState
-from torchrelay.runners.training.saver import FenceGuard, Saver
+from torchrelay.runners.training.saver import FenceGuard, Saver, agree_on_requests
 from torchrelay.runners.training.startup import (
-    StartRequest,
     bind_blobs,
-    check_attempts,
     ended_result,
     look_and_choose,
+    this_process,
     warn_of_bare_ddp,
 )
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint.manager.checkpoint_manager import UploadTaskGroupBuilder
+    from torchrelay.runners.training.extras.onnx_export import Exporting
+    from torchrelay.runners.training.extras.remote_run import StoredRun
+    from torchrelay.runners.training.extras.replay import Recorder
+    from torchrelay.runners.training.extras.upstream import Stages, UpstreamRuns
     from torchrelay.runners.training.job_runner import JobRunner
+
+
+class _Absent:
+    """A part that this run does not use: all its methods do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+_ABSENT: Any = _Absent()
 
 
 class Life:
@@ -74,64 +83,77 @@ class Life:
     def __init__(
         self, runner: JobRunner, session: SessionBase, plan: Plan, epoch: int | None, *, again: bool = False
     ) -> None:
-        self.job = runner.job
-        self.manager = runner.manager
+        self.job, self.plan = runner.job, plan
+        self.manager, self.capturing = runner.manager, runner.capturing
         self.upload_builder = runner.upload_task_group_builder
-        self.run_directory = runner.run_directory
-        self.capturing = runner.capturing
+        self.run_directory = run = runner.run_directory
         self.session, self.peers = session, session.peers
-        self.plan = plan
-        self.request = StartRequest(epoch, plan.resume, again)
-        self.onlookers = Onlookers(
-            runner.run_directory, session.peers, runner.trackers, plan.log_every_n_secs
-        )
+        self.request = ResumeRequest(epoch, resume=plan.resume, again=again)
+        self.onlookers = Onlookers(run, session.peers, runner.trackers, plan.log_every_n_secs)
         background = None if self.manager is None else self.manager.engine.background
-        self.journal = Journal(
-            runner.run_directory,
-            session.peers,
-            self.onlookers.progress,
-            at_once if background is None else background.aside,
-        )
+        aside = None if background is None else background.aside
+        self.journal = Journal(run, session.peers, self.onlookers.progress, aside)
         self.state = RunState(
             seed=current_seed(),
-            run_dir=str(runner.run_directory.path) if runner.run_directory else None,
+            run_dir=str(run.path) if run else None,
             agree_every=plan.agree_every,
-            **limits_of(runner.job.stop_conditions),
+            **stop.limits_of(runner.job.stop_conditions),
         )
         self.guard = FenceGuard(self.state)
-        self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
-        self.look = Look()
-        """State of the log when the position was chosen."""
-        self.recorder = recorder_of(runner.replay, runner.run_directory, self.journal)
-        self.exporting = exporting_of(runner.exports, session, self.state, self.journal, plan.best)
-        self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
-        self.stored = stored_run_of(runner.run_directory, session, self.state, self.journal, self.manager)
-        kept = self.manager is not None and self.run_directory is not None
-        self.mid_epoch = MidEpochSaver(
-            session, self.state, self.saver, lambda: self.facts(self._verdict), possible=kept
-        )
+        saves = (self.manager, session, self.state, self.journal, plan.max_failed_saves)
+        self.saver = Saver(*saves, facts=lambda: self.facts(self._verdict))
+        self.look = Look()  # state of the log when the position was chosen
+        self._add_extras(runner)
         self.from_program = FromProgram(plan.from_program)
         self.resumed = ResumedState(session, self.state, self.from_program)
         self.status: Status = "FINISHED"
-        self.result = RunResult(0)
-        """The result, after `epochs`."""
-        asks, longest = session.peers.rank == 0, lambda: self.saver.longest_secs
-        self.requests = requests_of(plan.time_limit_secs, runner.run_directory, longest, looks=asks)
-        self._verdict = StopVerdict()
-        """Verdict of the newest finished epoch."""
+        self.result = RunResult(0)  # the result, after `epochs`
+        self.requests = Requests(
+            deadlines_of(plan.time_limit_secs, os.environ),
+            run.stop_file if run is not None and session.peers.rank == 0 else None,
+            lambda: self.saver.longest_secs,
+            notice_secs=notice_of(os.environ, GRACE_SECS),
+            stop_name=None if run is None else f"{run.where}/STOP",
+        )
+        self._verdict = StopVerdict()  # verdict of the newest finished epoch
         self.resumed_from: int | None = None
         self._untried: Choice | None = None
         """The position that this launch resumes from, until it has done so."""
+        self._warmed: tuple[WarmStart, ...] = ()
         self._began = self._has_failed = False
+
+    def _add_extras(self, runner: JobRunner) -> None:
+        """Create optional parts; modules of unused ones are not imported, so that runs start faster."""
+        run, common = self.run_directory, (self.session, self.state, self.journal)
+        self.stages: Stages = _ABSENT
+        self.recorder: Recorder = _ABSENT
+        self.exporting: list[Exporting] = []
+        self.stored: StoredRun = _ABSENT
+        if runner.built_on or self.peers.size > 1:  # to check that all ranks have the same arguments
+            self.stages = self._stages_of(runner.built_on)
+        if runner.replay:
+            from torchrelay.runners.training.extras.replay import Recorder
+
+            self.recorder = Recorder(runner.replay, run, self.journal)
+        if runner.exports:
+            from torchrelay.runners.training.extras.onnx_export import Exporting
+
+            self.exporting = [Exporting(one, *common, self.plan.best) for one in runner.exports]
+        if run is not None and run.url is not None and self.manager is not None:
+            from torchrelay.runners.training.extras.remote_run import StoredRun
+
+            self.stored = StoredRun(run, *common, self.manager)
+
+    def _stages_of(self, given: UpstreamRuns | None) -> Stages:
+        from torchrelay.runners.training.extras.upstream import Stages
+
+        return Stages(given, self.run_directory, self.peers)
 
     # The whole
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the session, the signals and the log for this run; a failure is recorded and raised.
-
-        A preempted run ends without an error.
-        """
+        """Hold the session, the signals and the log for this run; a preemption ends it without an error."""
         self.session.begin(self.state)
         self.state.requests = self.requests
         self.onlookers.begin()
@@ -171,8 +193,8 @@ class Life:
             return
         target = self._target(choice)
         if self.run_directory is not None:
-            place = self._place_of_start(choice, target)
-            self.state.attempt = check_attempts(self.peers, self.journal, place, self.plan.max_attempts)
+            start, most = None if target is None else target.position, self.plan.max_attempts
+            self.state.attempt = self.journal.check_attempts(choice, self.look.branch, start, most)
         self.stored.started(target)
         self.onlookers.watch(self.state, self.job, self.journal)
         self.set_up(target)
@@ -195,18 +217,22 @@ class Life:
                 self.state.leave_epoch()
                 self.capturing.finish(self.journal)
                 self._verdict = verdict = self._end_epoch()
-            self._secure(verdict)
-        self.saver.finish(self.session)  # including uploads left by an earlier launch
-        self._run_tail()
+            if verdict.asked is None and stop.only_time_is_up(self.job, verdict):
+                self.status = "STOPPED"
+            self.requests.steps = False
+            self.saver.settle()
+            if self.run_directory is not None:
+                self.saver.secure(Position(self.state.epoch), self.facts(verdict))
+        self.saver.finish()  # including uploads left by an earlier launch
+        self._finalize()
         saved, epoch = self.saver.newest_saved, self.state.epoch
-        self.result = self._result(epoch, self.status, verdict.reasons, saved, warm_starts=self.stages.warmed)
+        self.result = self._result(epoch, self.status, verdict.reasons, saved, warm_starts=self._warmed)
         self.journal.finished(self.result, self.job, verdict.by_condition)
 
     def _has_ended(self, choice: Choice) -> bool:
-        """Return True if the run has ended; then its objects are loaded and its result is set.
+        """Return True if the run has ended; then its objects are loaded, and nothing is written.
 
-        Nothing is written, and the log is unchanged. False if work is left: the end is not recorded, or the
-        last epoch is damaged, so that training resumes from an older one.
+        False if work is left: the end is not recorded, or the last epoch is damaged.
         """
         result, manager = ended_result(choice, self.look, self.job, self.session, self.journal), self.manager
         if result is None or manager is None:
@@ -222,7 +248,9 @@ class Life:
         self.resumed.take(manager, target)
         self.resumed.restore()
         self.stored.finish_over()
-        self.journal.already_finished(result, self.job, self.look)
+        early = stop.early_reasons(self.job, {} if self.look.facts is None else self.look.facts.stop)
+        why = f" ({early})" if early else ""
+        self.journal.say(f"already finished at epoch {int(result)}{why}: its state is loaded, nothing to do")
         self.result = result
         return True
 
@@ -237,7 +265,7 @@ class Life:
         """Take the log, or continue without it if allowed; False if not all is uploaded."""
         if self.manager is None:
             return True
-        self.capturing.agree(self.peers, self.journal)
+        self.capturing.agree(self.peers)
         ledger = self.manager.engine.ledger
         facts = self.look.facts
         self.journal.create(self.job, self.plan.best, self.session, facts.run_id if facts else None)
@@ -252,13 +280,12 @@ class Life:
         return complete
 
     def _begin_branch(self, choice: Choice) -> None:
-        """Rewind the log if the choice requires it.
-
-        Only after the state is loaded: a launch that fails before must not abandon any epoch.
-        """
+        """Rewind the log, only after loading: a launch that fails before must not abandon any epoch."""
         if self.manager is not None and choice.rewind:
             base = None if choice.epoch is None else Position(choice.epoch)
-            self.manager.engine.ledger.rewind(self.peers, base, self.request.of_branch(choice))
+            request = {"epoch": choice.epoch, "process": this_process()}
+            by_user = {"by": "user"} if self.request.epoch is not None else {}
+            self.manager.engine.ledger.rewind(self.peers, base, {**request, **by_user})
 
     def _target(self, choice: Choice) -> Target | None:
         """Return the verified position to load: the explicit one, or the newest that verifies."""
@@ -268,21 +295,18 @@ class Life:
             return self.manager.engine.ledger.verify_epoch(self.peers, choice.epoch)
         return self.manager.engine.ledger.newest(self.peers, self.journal.warn)
 
-    def _place_of_start(self, choice: Choice, target: Target | None) -> list[Any]:
-        """Return the start position, by which a later launch detects progress."""
-        if choice.rewind:
-            return []
-        branch = self.look.branch
-        if target is None:
-            return [branch, None, 0, 0]
-        position = target.position
-        return [branch, position.epoch, position.step, self.journal.tail_at(branch, position.epoch)]
-
     def set_up(self, target: Target | None) -> None:
         """Run the setup group and bind the blobs, for a target to load or a fresh start."""
         self._began = True
         bind_blobs(self.job, self.session, before_setup=True)
-        self.stages.declare(self.job, None if target is None else target.manifest)
+        manifest = None if target is None else target.manifest
+        if (
+            manifest is not None
+            and self.stages is _ABSENT
+            and LINEAGE in {one.name for one in manifest.blobs}
+        ):
+            self.stages = self._stages_of(None)
+        self.stages.declare(self.job, manifest)
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
@@ -295,7 +319,7 @@ class Life:
     def _start_fresh(self, choice: Choice) -> StopVerdict:
         """Run init and warm start, and save epoch 0."""
         self.session.run(self.job.init_group)
-        self.stages.warm(self.session, self.journal)
+        self._warmed = self.stages.warm(self.session, self.journal) or ()
         self.resumed.derive_streams()
         if self.manager is not None:
             self.session.run(self.manager.init(self.nodes))
@@ -305,7 +329,7 @@ class Life:
                     "nothing is registered, so checkpoints hold random states only: pass blobs to Job"
                 )
             if self.plan.save_initial:
-                self.saver.save(self.session, Position(0), self.facts(StopVerdict()))
+                self.saver.save(Position(0), self.facts(StopVerdict()))
         return StopVerdict()
 
     def _resume(self, choice: Choice, target: Target) -> StopVerdict:
@@ -319,18 +343,19 @@ class Life:
             self.session.run_on(self.job.init_group, unsaved if self.peers.size == 1 else nodes)
         older = choice.start == "newest"
         target = self.resumed.load(manager, self.nodes, target, self.journal, older=older)
-        self.journal.say_fallback(choice, self.look, target.position)
+        if older and target.position != self.look.position:
+            self.journal.say(f"resuming from epoch {target.position} instead")
         self.stages.resumed(self.session, self.journal, target.position)
         self._begin_branch(choice)
         facts, epoch, inside = target.facts, target.position.epoch, not target.position.boundary
         self.resumed_from = epoch
-        self.saver.report_loaded(self.session, target, self.look)
+        self.saver.report_loaded(target, self.look)
         self.resumed.take(manager, target)
         asked_for = choice.start == "explicit" and self.request.epoch is not None
         rewound = asked_for or (self.look.rewound and target.position == self.look.position)
-        self._verdict = over_there(self.session, self.job, facts, epoch, inside=inside, rewound=rewound)
+        self._verdict = stop.over_there(self.session, self.job, facts, epoch, inside=inside, rewound=rewound)
         if facts.over and not self._verdict.stop:
-            for said in ended_before(self.job, facts):
+            for said in stop.ended_before(self.job, facts):
                 self.journal.say(said)
         return self._verdict
 
@@ -347,10 +372,10 @@ class Life:
         if self.run_directory is None:
             return
         if len(self.session.local_nodes) == 1:  # emulated nodes take their steps one after another
-            self.state.save_now = partial(
-                save_now, self.peers, self.state, self.requests, self.mid_epoch, self.journal
-            )
+            self.state.save_now = partial(self.saver.save_now, self.requests)
         if self.plan.on_crash == "save":
+            from torchrelay.runners.training.extras.crash import save_at_crash
+
             selection = None if self.manager is None else self.manager.engine.selection
             run = self.run_directory.path
             self.state.crashed = partial(save_at_crash, run, self.session, self.state, selection)
@@ -360,15 +385,15 @@ class Life:
         """Return the verdict after an epoch; raises errors that no later save can survive (`Saver`)."""
         metrics = self.session.reduce_metrics()
         self.onlookers.reduced(self.state, metrics)
-        verdict = ask_all(self.job, self.session)
-        warn_of_waiting(self.state, verdict, self.plan.best, self.journal.warn)
+        verdict = stop.ask_all(self.job, self.session)
+        stop.warn_of_waiting(self.state, verdict, self.plan.best, self.journal.warn)
         self.recorder.record(self.state.epoch)
         saved = None
         if self.manager is not None:
             self.requests.take_save()
-            saved = self.saver.save(self.session, Position(self.state.epoch), self.facts(verdict))
+            saved = self.saver.save(Position(self.state.epoch), self.facts(verdict))
         self.journal.epoch_done(self.state, metrics, saved, verdict)
-        self.onlookers.epoch_done(metrics)
+        self.onlookers.progress.epoch(metrics)
         self.stored.look()
         for one in self.exporting:
             one.epoch_done(metrics, saved)
@@ -392,19 +417,15 @@ class Life:
     # Ending
 
     def _leave(self) -> RunResult:
-        """End a preempted run, with its step saved if possible.
-
-        Raises errors of a save that fail the run: a lost process, or a directory taken by another job.
-        """
-        self.saver.settle(self.session)
-        secs = self.saver.longest_secs
-        leave = agree_to_leave(self.session, self.state, self.requests, self.mid_epoch, secs)
+        """End a preempted run, with its step saved if possible; raises errors of a save that fail the run."""
+        self.saver.settle()
+        leave = self.saver.agree_to_leave(self.requests)
         if leave.inside and leave.why_not is None:
-            self.mid_epoch.save(leave.position)  # a failure has warned
-            self.saver.settle(self.session)
+            self.saver.save_inside(leave.position)  # a failure has warned
+            self.saver.settle()
             done = self.saver.newest == leave.position
             leave = replace(leave, why_not=None if done else "the save failed")
-        self.saver.finish(self.session)
+        self.saver.finish()
         writer = self.manager.engine.ledger.writer if self.manager is not None else None
         # FencedError if another job has the directory: then its status must not be written
         decide(self.peers, "leave for now: the log", (lambda: None) if writer is None else writer.check)
@@ -416,55 +437,31 @@ class Life:
         self.journal.preempted(result, saved, leave.lost)
         return result
 
-    def _secure(self, verdict: StopVerdict) -> None:
-        """After the last epoch: make sure that it is saved, or raise why it is not."""
-        if verdict.asked is None and only_time_is_up(self.job, verdict):
-            self.status = "STOPPED"
-        self.requests.steps = False
-        self.saver.settle(self.session)
-        if self.run_directory is not None:
-            self.saver.secure(self.session, Position(self.state.epoch), self.facts(verdict))
-
-    def _run_tail(self) -> None:
+    def _finalize(self) -> None:
         """Run upload, download and exit; the next launch begins at the first that is not recorded."""
         holding = self.manager.engine.ledger.holding if self.manager is not None else None
         branch, epoch = holding.branch if holding else 0, self.state.epoch
-        parts = {
-            "upload": self._upload,
-            "download": lambda: self.session.run(self.job.download_group),
-            "exit": lambda: self.session.run(self.job.exit_group),
-        }
-        for part in self.journal.tail_left(branch, epoch):
+        groups = {"download": self.job.download_group, "exit": self.job.exit_group}
+        for part in self.journal.final_parts_left(branch, epoch):
             agree_on_requests(self.peers, self.requests)
-            parts[part]()
-            self.journal.tail_part_done(branch, epoch, part)
+            if part in groups:
+                self.session.run(groups[part])
+            elif self.upload_builder is not None:
+                saved = self.saver.newest_saved
+                self._upload(self.upload_builder, epoch if saved is None else saved)
+            self.journal.final_part_done(branch, epoch, part)
 
-    def _upload(self) -> None:
-        """Run the upload with the newest committed epoch."""
-        if self.upload_builder is None:
-            return
-        saved = self.saver.newest_saved
-        epoch = self.state.epoch if saved is None else saved
+    def _upload(self, builder: UploadTaskGroupBuilder, epoch: int) -> None:
         built: list[Any] = []
-        build = self.upload_builder.build
-        together(self.peers, "upload", lambda: built.append(build(epoch, self.manager)))
+        together(self.peers, "upload", lambda: built.append(builder.build(epoch, self.manager)))
         with progress(f"uploading epoch {epoch}"):
             self.session.run(built[0])
 
     def _result(
-        self, epoch: int, status: Status, stop: tuple[str, ...], committed: int | None, **more: Any
+        self, epoch: int, status: Status, reasons: tuple[str, ...], committed: int | None, **more: Any
     ) -> RunResult:
-        """Create the result of the run."""
-        return RunResult(
-            epoch,
-            status=status,
-            stop=stop,
-            metrics=self.state.metrics,
-            run_dir=self.journal.where,
-            committed=committed,
-            resumed_from=self.resumed_from,
-            **more,
-        )
+        more |= {"metrics": self.state.metrics, "run_dir": self.journal.where, "committed": committed}
+        return RunResult(epoch, status=status, stop=reasons, resumed_from=self.resumed_from, **more)
 
     def _failed(self, error: BaseException) -> None:
         """Record the failure; tasks for failures run only if the run had begun."""
@@ -473,14 +470,13 @@ class Life:
         self._has_failed = True
         with suppress(Exception):  # the original failure must be reported
             self.capturing.finish(self.journal)
-        self.saver.drain(self.session)
+        self.saver.settle(failing=True)
         code = self.session.code_of(error)
         self.journal.failed(error, self.state, why_of(error), code)
         if self._began:
             self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
-        """Close all parts, last to first, even if one fails."""
         with ExitStack() as stack:  # last to first, even if one fails
             stack.callback(self.session.end)
             stack.callback(self.stored.close)
@@ -492,7 +488,6 @@ class Life:
             self.capturing.finish(self.journal)  # if no epoch was finished
 
     def _release_log(self) -> None:
-        """Finish background work and uploads, then release the log."""
         if self.manager is not None:
             self.manager.engine.wait(unguarded=True)
             self.manager.engine.say = None

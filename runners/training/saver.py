@@ -1,7 +1,10 @@
-"""Saves of a run: handling of failures, manual saves, and the exit of a fenced process.
+"""Saves of a run: at the end of an epoch, within one, and by hand; and the exit of a fenced process.
 
 If another job has taken the directory, this process can save nothing more. The next save would detect that,
 but it may be hours away; the writer's counter detects it within a second and reports it here.
+
+At a preemption all processes stop at the end of the running step of a counted loop. If the position there
+cannot be saved, they stop at the end of the epoch, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,11 +21,15 @@ from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
-from torchrelay.jobs.session import decide
+from torchrelay.jobs.runtime import undivided
+from torchrelay.jobs.session import Peers, decide, together
+from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launcher import current_world, end_process, write_stderr_within
 from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict
+from torchrelay.runners.session.stop_requests import PREEMPT, Interrupted, Requests
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.load.verify import Target
@@ -29,27 +37,53 @@ if TYPE_CHECKING:
     from torchrelay.runners.training.journal import Journal
     from torchrelay.runners.training.run_loop import Life
 
+NOTHING_NEW = "no step was taken since the newest position"
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The agreed preemption: its source, the position, and why that cannot be saved.
+
+    `elsewhere`: only other hosts got SIGTERM; the agent of this host may stay.
+    """
+
+    reason: str
+    position: Position
+    inside: bool
+    why_not: str | None
+    elsewhere: bool
+
+    @property
+    def lost(self) -> str | None:
+        """The reason why steps of the running epoch are lost; None if none are."""
+        return self.why_not if self.inside and self.why_not != NOTHING_NEW else None
+
 
 class Saver:
     """Save through a manager; a failed save is a warning and is counted.
 
-    Errors that make every later save impossible are raised: fencing, a lost peer, at epoch 0 a blob that
-    cannot be stored, and with a limit of failures also the loss of the directory.
+    All processes make the same calls. Errors that make every later save impossible are raised: fencing, a
+    lost peer, at epoch 0 a blob that cannot be stored, and with a limit of failures also the loss of the
+    directory. `facts` returns those of the run, for saves within an epoch.
     """
 
-    def __init__(self, manager: Manager | None, journal: Journal, max_failed: int | None) -> None:
-        self.manager = manager
-        self.journal = journal
-        self.max_failed = max_failed
+    def __init__(
+        self,
+        manager: Manager | None,
+        session: SessionBase,
+        state: RunState,
+        journal: Journal,
+        max_failed: int | None,
+        facts: Callable[[], Facts],
+    ) -> None:
+        self.manager, self.session, self.state, self.journal = manager, session, state, journal
+        self.max_failed, self.facts = max_failed, facts
         self.failed_in_a_row = 0
-        self.newest_saved: int | None = None
-        """The newest whole epoch."""
-        self.newest: Position | None = None
-        """The newest position, possibly within an epoch."""
-        self.longest_secs = 0.0
-        """Duration of the longest save, to start a save before an end in time."""
+        self.newest_saved: int | None = None  # the newest whole epoch
+        self.newest: Position | None = None  # the newest position, possibly within an epoch
+        self.longest_secs = 0.0  # duration of the longest save, to start a save before an end in time
 
-    def save(self, session: SessionBase, position: Position, facts: Facts) -> bool | None:
+    def save(self, position: Position, facts: Facts) -> bool | None:
         """Save, notify the handler, and report the times. Returns True if the position is saved.
 
         None if that is unknown yet: an asynchronous save is in flight until `settle`. The outcome of the
@@ -58,75 +92,62 @@ class Saver:
         manager = self.manager
         if manager is None:
             return False
-        self.settle(session)
+        self.settle()
         try:
 
             def ask() -> bool:
                 manager.engine.check_place()
                 return manager.cp_accessible(None)
 
-            if not decide(session.peers, "cp_accessible", ask):
+            if not decide(self.session.peers, "cp_accessible", ask):
                 self.journal.warn(
                     f"epoch {position} not saved: the checkpoint directory cannot be accessed now"
                 )
                 return False
             manager.note(facts)
             began = time.monotonic()
-            session.run(manager.save(position.epoch if position.boundary else position))
+            self.session.run(manager.save(position.epoch if position.boundary else position))
         except Exception as error:
             self._failed(position, error)
             return False
         if manager.asynchronous and manager.engine.ledger.in_run:  # a manual save is synchronous
             return None
-        self._took(position, time.monotonic() - began)
-        self._saved(session, manager, position)
+        self._saved(manager, position, time.monotonic() - began)
         return True
 
-    def settle(self, session: SessionBase) -> None:
-        """Wait for the save in flight and handle its outcome; all processes together."""
+    def settle(self, *, failing: bool = False) -> None:
+        """Wait for the save in flight and handle its outcome; a `failing` run only warns, without others."""
         if self.manager is None:
             return
-        self.journal.replicated(self.manager.take_replicated())
+        if not failing:
+            self.journal.replicated(self.manager.take_replicated())
         for outcome in self.manager.settle():
-            if outcome.error is not None:
-                self._failed(outcome.position, outcome.error)
+            if outcome.error is None:
+                slowest = None if outcome.stats is None else outcome.stats.slowest
+                secs = None if failing or slowest is None else slowest.total_secs
+                self._saved(self.manager, outcome.position, secs)
+            elif failing:
+                self.journal.save_failed(outcome.position, outcome.error, self.failed_in_a_row + 1)
             else:
-                if outcome.stats is not None and outcome.stats.slowest is not None:
-                    self._took(outcome.position, outcome.stats.slowest.total_secs)
-                self._saved(session, self.manager, outcome.position)
+                self._failed(outcome.position, outcome.error)
 
-    def secure(self, session: SessionBase, last: Position, facts: Facts) -> None:
+    def secure(self, last: Position, facts: Facts) -> None:
         """For a run directory: retry a missing save of the last epoch, and raise an error if it fails."""
         if self.newest_saved == last.epoch:
             return
-        self.save(session, last, facts)
-        self.settle(session)
+        self.save(last, facts)
+        self.settle()
         if self.newest_saved != last.epoch:
             raise SaveFailedError(
                 f"all epochs are done, but the last one, epoch {last}, could not be saved (see warnings): "
                 "fix the cause and run the same command, which resumes from the newest saved epoch"
             )
 
-    def finish(self, session: SessionBase) -> None:
-        """Wait until saves and their follow-up work are done; all processes together."""
+    def finish(self) -> None:
+        """Wait until saves and their follow-up work are done."""
         if self.manager is not None:
-            self.manager.finish(session)
+            self.manager.finish(self.session)
             self.journal.replicated(self.manager.take_replicated())
-
-    def drain(self, session: SessionBase) -> None:
-        """After a failure of the run: wait for the save in flight without other ranks; it only warns."""
-        if self.manager is None:
-            return
-        for outcome in self.manager.settle():
-            if outcome.error is not None:
-                self.journal.save_failed(outcome.position, outcome.error, self.failed_in_a_row + 1)
-            else:
-                self._saved(session, self.manager, outcome.position)
-
-    def _took(self, position: Position, secs: float) -> None:
-        """Record the duration of a save."""
-        self.longest_secs = max(self.longest_secs, secs)
-        self.journal.progress.saved(position, secs)
 
     def _failed(self, position: Position, error: Exception) -> None:
         """Handle a failed save: warn and count, or raise."""
@@ -144,30 +165,123 @@ class Saver:
                 "the same command (max_failed_saves sets the limit)"
             ) from error
 
-    def _saved(self, session: SessionBase, manager: Manager, position: Position) -> None:
-        """Handle a successful save."""
+    def _saved(self, manager: Manager, position: Position, secs: float | None) -> None:
+        """Handle a successful save, and its duration if known."""
+        if secs is not None:
+            self.longest_secs = max(self.longest_secs, secs)
+            self.journal.progress.saved(position, secs)
         self.failed_in_a_row = 0
         self.newest = position
         if position.boundary:  # handlers are not notified of others
             self.newest_saved = position.epoch
-            self._notify_saved(session, manager, position.epoch)
-            report_stats(session, manager, "checkpoint_save", self.journal.warn)
+            self._notify_saved(manager, position.epoch)
+            report_stats(self.session, manager, "checkpoint_save", self.journal.warn)
 
-    def _notify_saved(self, session: SessionBase, manager: Manager, epoch: int) -> None:
-        """Notify the handler of a saved epoch."""
+    def _notify_saved(self, manager: Manager, epoch: int) -> None:
         write = partial(manager.write_checkpoint_metadata, epoch)
-        notify_handler(session, f"write of epoch {epoch}", write, self.journal.warn)
+        notify_handler(self.session, f"write of epoch {epoch}", write, self.journal.warn)
 
-    def report_loaded(self, session: SessionBase, target: Target, look: Look) -> None:
+    def report_loaded(self, target: Target, look: Look) -> None:
         """Report the load, and repeat the handler's write: a crash may have come before it."""
-        epoch, manager = target.position.epoch, self.manager
-        inside = not target.position.boundary
+        epoch, inside = target.position.epoch, not target.position.boundary
         self.newest, self.newest_saved = target.position, look.whole if inside else epoch
-        if manager is None:
+        if self.manager is None:
             return
-        report_stats(session, manager, "checkpoint_load", self.journal.warn)
+        report_stats(self.session, self.manager, "checkpoint_load", self.journal.warn)
         if look.epoch == epoch and not inside:
-            self._notify_saved(session, manager, epoch)
+            self._notify_saved(self.manager, epoch)
+
+    # Within an epoch
+
+    @undivided()
+    def save_inside(self, position: Position) -> bool:
+        """Save the state with the positions of all nodes at one step; returns True if it is saved by now."""
+        session, state = self.session, self.state
+        state.points.end(state.epoch, state.total_steps)
+        own: dict[str, MidEpochPosition] = {}
+        for node in session.local_nodes:
+            cursor = state.cursor_of(node.name)
+            if cursor is not None:
+                own[node.name] = cursor.place(state.step_of(node.name))
+                if cursor.streams is not None:
+                    session.set_streams(node.name, cursor.streams)
+                cursor.install_gradients()
+        parts = together(
+            session.peers, "places in the epoch", lambda: {name: one.json() for name, one in own.items()}
+        )
+        places = {name: MidEpochPosition.of(json) for part in parts for name, json in part.items()}
+        self.save(position, replace(self.facts(), places=places_json(places), over=False))
+        return self.newest == position
+
+    def save_now(self, requests: Requests) -> None:
+        """Save the step that all processes agreed on; raises errors that end the run."""
+        state, journal = self.state, self.journal
+        given = self.session.peers.exchange(
+            "save on demand", [requests.take_save(), state.step, self._obstacle()]
+        )
+        names, steps, obstacles = zip(*given, strict=True)
+        position = Position(max(0, state.epoch - 1), max(steps))
+        asked = next(filter(None, names), "another process")
+        why_not = self._why_not_at(position, next(filter(None, obstacles), None))
+        if why_not is not None:
+            journal.tell("save asked for", f"{asked}: saved when epoch {state.epoch} ends ({why_not})")
+        elif self.save_inside(position):
+            journal.tell("save asked for", f"{asked}: saved as {position}")
+        elif self.manager is not None and self.manager.asynchronous:
+            journal.tell("save asked for", f"{asked}: {position} is being saved in the background")
+
+    def agree_to_leave(self, requests: Requests) -> Leave:
+        """Exchange source, progress, remaining time and obstacles of all processes at a preemption."""
+        session, state = self.session, self.state
+        inside = state.tracked is not None
+        obstacle = self._obstacle() if inside else None
+        answers = session.peers.exchange(
+            "preemption",
+            [requests.reason(), requests.secs_left(), state.step, obstacle, self.longest_secs],
+        )
+        reasons, left, steps, why, took = zip(*answers, strict=True)
+        position = Position(max(0, state.epoch - 1), max(steps)) if inside else Position(state.epoch)
+        known = [secs for secs in left if secs is not None]
+        time_left = min(known) - 2 * max(took) if known else 0.0
+        reason = next((one for one in reasons if one is not None), "another process")
+        why_not = self._why_not_at(position, next(filter(None, why), None))
+        if why_not is None and time_left < 0:
+            why_not = "the remaining time is too short for a save"
+        hosts = [place.host_index for place in session.nodes]
+        asked = {host: one for host, one in zip(hosts, reasons, strict=False) if one is not None}
+        elsewhere = set(asked.values()) == {"SIGTERM"} and session.local_nodes[0].host_index not in asked
+        return Leave(reason, position, inside, why_not, elsewhere)
+
+    def _obstacle(self) -> str | None:
+        """Return why a node of this process cannot be resumed here; None if all can."""
+        for place in self.session.local_nodes:
+            cursor = self.state.cursor_of(place.name)
+            found = None if cursor is None else cursor.obstacle(self.session.workspace(place.name))
+            if found is not None:
+                return found
+        return None
+
+    def _why_not_at(self, position: Position, obstacle: str | None) -> str | None:
+        """Return why `position` cannot be saved, if so; the same wherever `obstacle` is the same."""
+        if self.manager is None or self.journal.run is None:
+            return "the run has no directory"
+        if position.boundary or (self.newest is not None and position <= self.newest):
+            return NOTHING_NEW
+        return obstacle
+
+
+def agree_on_requests(peers: Peers, requests: Requests) -> tuple[int, str]:
+    """Return the most urgent request of all processes and its source; all call this at one boundary.
+
+    Raises Interrupted on all processes at a preemption. A missing process raises PeerError, so that a
+    launcher which ends the other ranks after a failure never causes a preemption.
+    """
+    levels = peers.exchange("requests to end", [requests.level(), requests.reason()])
+    level = max(one for one, _ in levels)
+    if level == PREEMPT:
+        raise Interrupted
+    reasons = (reason for one, reason in levels if one == level and reason is not None)
+    return level, next(reasons, "another process")
 
 
 def report_stats(session: SessionBase, manager: Manager, action: str, warn: Callable[[str], None]) -> None:
@@ -176,13 +290,13 @@ def report_stats(session: SessionBase, manager: Manager, action: str, warn: Call
 
 
 def notify_handler(
-    session: SessionBase, what: str, tell: Callable[[], None], warn: Callable[[str], None]
+    session: SessionBase, what: str, notify: Callable[[], None], warn: Callable[[str], None]
 ) -> None:
     """Call the metadata handler on rank 0; a failure is only a warning."""
     if session.peers.rank != 0:
         return
     try:
-        tell()
+        notify()
     except Exception as error:
         warn(f"the metadata handler failed at {what}: {error}")
 
@@ -227,10 +341,7 @@ class FenceGuard:
 
 
 def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
-    """Save the nodes of the session as `epoch`; returns True if saved, a failure is a warning.
-
-    Raises UsageError on all processes if they pass different epochs.
-    """
+    """Save the nodes of the session as `epoch`; returns True if saved, a failure is a warning."""
     epochs = life.session.peers.exchange("epoch to save", epoch)
     if differing := [f"{one} on rank {rank}" for rank, one in enumerate(epochs) if one != epochs[0]]:
         raise UsageError(
@@ -245,8 +356,8 @@ def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
     manager.bind(life.job, default_name=run.name if run else None)
     life.journal.create(life.job, life.plan.best, life.session)
     try:
-        life.saver.save(life.session, Position(epoch), life.facts(StopVerdict()))
-        life.saver.settle(life.session)
+        life.saver.save(Position(epoch), life.facts(StopVerdict()))
+        life.saver.settle()
         if not within_train:
             life.stored.finish_by_hand()
     finally:
@@ -257,10 +368,7 @@ def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
 
 
 def load_best(life: Life, manager: Manager) -> int:
-    """Load the best epoch into the job's objects and return its number.
-
-    A session that does not hold them is set up first. Random states and gradients are unchanged.
-    """
+    """Load the best epoch into the job's objects, which are set up first if the session lacks them."""
     from torchrelay.checkpoint.load.open import place_of, verified_entry
 
     session, engine, run, best = life.session, manager.engine, life.run_directory, life.plan.best

@@ -1,9 +1,6 @@
-"""Checks before a run begins, the number of the attempt, its start position, and binding of blobs.
+"""Checks before a run begins, its start position, and binding of blobs.
 
 Checks before the user's first task change nothing and leave nothing behind.
-
-A launch that dies may be restarted automatically and die at the same position, for days. An attempt that
-starts at the same position as the previous one made no progress.
 """
 
 from __future__ import annotations
@@ -13,15 +10,14 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.format.position import Position, is_pattern
+from torchrelay.checkpoint.format.position import is_pattern
 from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.manager.base import Manager
@@ -31,7 +27,7 @@ from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.tree_leaves import container_leaves
 from torchrelay.checkpoint.storage.base import SingleWriter, check_exclusion
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.errors import BlobError, NoProgressError, StorageError, UsageError
+from torchrelay.errors import BlobError, StorageError, UsageError
 from torchrelay.jobs.blobs import Blob, Scope, holds_live, invoke, kind_of
 from torchrelay.jobs.containers import is_container
 from torchrelay.jobs.data.data_parallel import bare_ddp_instances
@@ -40,39 +36,14 @@ from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.fs import write_new
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.records import dataclass
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.steps import naming
 from torchrelay.runners.session.stop import StopVerdict, only_time_is_up, over_there
 from torchrelay.runners.training.journal import Journal
-from torchrelay.runners.training.plan import (
-    Choice,
-    Past,
-    Resume,
-    ResumeRequest,
-    RunResult,
-    check_epoch,
-    choose,
-)
+from torchrelay.runners.training.plan import Choice, Past, ResumeRequest, RunResult, check_epoch, choose
 
 VISIBLE_WITHIN_SECS = 10.0
 PROBE_BYTES = 1 << 20
-
-
-def check_before_start(
-    job: Job, session: SessionBase, run: RunDirectory | None, single_writer: SingleWriter = None
-) -> None:
-    """Check everything that is known before a start; raises UsageError or StorageError on all ranks."""
-    known = [place.name for place in session.nodes]
-    unknown = [name for name in job.nodes_to_checkpoint() if name not in known]
-    if unknown:
-        raise UsageError(
-            f"nodes_to_checkpoint names {', '.join(unknown)}, but the nodes are {', '.join(known)}: "
-            "use the names of existing nodes"
-        )
-    together(session.peers, "check blobs", lambda: check_blobs(job))
-    if run is not None:
-        check_run_directory(run, job, session, single_writer)
 
 
 def check_blobs(job: Job) -> None:
@@ -99,11 +70,10 @@ def check_run_directory(
     peers = session.peers
 
     def check() -> None:
-        if peers.rank == 0:
-            run.check_usable()
-            run.check_job(job.name)
+        run.check_usable()
+        run.check_job(job.name)
 
-    together(peers, "check the run directory", check)
+    decide(peers, "check the run directory", check)
     if run.url is not None:
         return  # its store was checked before the download
     with _probe(run.path, peers, single_writer) as probe:
@@ -161,8 +131,7 @@ def _appears(probe: Path) -> bool:
         time.sleep(0.05)
 
 
-_PROCESS = uuid.uuid4().hex
-"""Drawn at the first import; processes forked later share it."""
+_PROCESS = uuid.uuid4().hex  # drawn at the first import; processes forked later share it
 
 
 def this_process() -> str:
@@ -170,31 +139,23 @@ def this_process() -> str:
     return f"{_PROCESS}.{os.getpid()}"
 
 
-@dataclass(frozen=True)
-class StartRequest:
-    """The start that the caller of `train` requests; identical on all ranks."""
-
-    epoch: int | None
-    resume: Resume
-    again: bool
-
-    def of_branch(self, choice: Choice) -> dict[str, Any]:
-        """Return the record of a branch, by which a later process recognises it."""
-        by_user = {"by": "user"} if self.epoch is not None else {}
-        return {"epoch": choice.epoch, "process": this_process(), **by_user}
-
-
 def look_and_choose(
-    request: StartRequest, job: Job, session: SessionBase, manager: Manager | None, journal: Journal
+    request: ResumeRequest, job: Job, session: SessionBase, manager: Manager | None, journal: Journal
 ) -> tuple[Choice, Look]:
-    """Choose the start position, identical on all processes; returns it with the state of the log.
-
-    Raises UsageError and errors of the checks; DamagedError or UnknownEpochError for an explicit epoch.
-    """
+    """Choose the start position, identical on all processes; returns it with the state of the log."""
     job.check()
     session.place(job.nodes())
     run, peers = journal.run, session.peers
-    check_before_start(job, session, run, None if manager is None else manager.engine.single_writer)
+    known = [place.name for place in session.nodes]
+    unknown = [name for name in job.nodes_to_checkpoint() if name not in known]
+    if unknown:
+        raise UsageError(
+            f"nodes_to_checkpoint names {', '.join(unknown)}, but the nodes are {', '.join(known)}: "
+            "use the names of existing nodes"
+        )
+    together(peers, "check blobs", lambda: check_blobs(job))
+    if run is not None:
+        check_run_directory(run, job, session, None if manager is None else manager.engine.single_writer)
     if manager is None:
         if request.epoch is not None:
             raise UsageError(
@@ -204,14 +165,32 @@ def look_and_choose(
         return Choice("fresh"), Look()
     manager.bind(job, default_name=run.name if run else None)
     _check_requests(request, peers)
-    nodes = job.saved_among(place.name for place in session.nodes)
-    wish = _wish(request, manager, nodes, peers, in_directory=run is not None)
+    handler = manager.metadata_handler
+
+    def ask() -> int | None:
+        manager.set_params(job.saved_among(known))
+        asked = manager.get_resume_from_epoch_id(request.epoch)
+        return check_epoch(asked, "the metadata handler's last_epoch")
+
+    wish = replace(
+        request,
+        epoch=decide(peers, "resume epoch", ask),
+        # for a run directory the handler decides only if it says so
+        decided=handler is not None and bool(getattr(handler, "decides", run is None)),
+        automatic=run is not None,
+        process=this_process(),
+    )
     look = manager.engine.ledger.look(peers, tolerant=run is None and request.resume != "must")
     for notice in look.notices:
         journal.warn(notice)
+    recorded: int | None = None
+    if not look.commits and run is not None and peers.rank == 0:
+        with suppress(StorageError):
+            saved = (line["epoch"] for line in run.metrics() if line.get("saved") is True)
+            recorded = max(saved, default=None)
     past = Past(
         commits=look.commits,
-        told_of=_told_of(journal) if not look.commits else None,
+        recorded=recorded,
         branch_request=look.request,
         epochs_over=(verdict := _verdict_at(look, job, session)) is not None and verdict.stop,
     )
@@ -249,7 +228,7 @@ def _verdict_at(look: Look, job: Job, session: SessionBase) -> StopVerdict | Non
     return over_there(session, job, look.facts, look.epoch, inside=look.step > 0, rewound=look.rewound)
 
 
-def _check_requests(request: StartRequest, peers: Peers) -> None:
+def _check_requests(request: ResumeRequest, peers: Peers) -> None:
     """Raise UsageError on all ranks if they request different starts."""
     asked = peers.exchange("start: requests", asdict(request))
     if any(one != asked[0] for one in asked):
@@ -265,97 +244,36 @@ def _check_requests(request: StartRequest, peers: Peers) -> None:
         )
 
 
-def _wish(
-    request: StartRequest, manager: Manager, nodes: Sequence[str], peers: Peers, *, in_directory: bool
-) -> ResumeRequest:
-    """Ask the handler, on rank 0; for a run directory it decides only if it says so."""
-    handler = manager.metadata_handler
-    decides = handler is not None and bool(getattr(handler, "decides", not in_directory))
-
-    def ask() -> int | None:
-        manager.set_params(nodes)
-        return check_epoch(
-            manager.get_resume_from_epoch_id(request.epoch), "the metadata handler's last_epoch"
-        )
-
-    return ResumeRequest(
-        epoch=decide(peers, "resume epoch", ask),
-        decided=decides,
-        resume=request.resume,
-        automatic=in_directory,
-        again=request.again,
-        process=this_process(),
-    )
-
-
-def _told_of(journal: Journal) -> int | None:
-    """Return the newest epoch that the run's metrics record as saved, if any."""
-    if journal.run is None or journal.peers.rank != 0:
-        return None
-    lines: list[dict[str, Any]] = []
-    with suppress(StorageError):
-        lines = journal.run.metrics()
-    return max((line["epoch"] for line in lines if line.get("saved") is True), default=None)
-
-
-MAX_ATTEMPTS = 3
-
-
-def check_attempts(peers: Peers, journal: Journal, place: list[Any], most: int | None) -> int:
-    """Record the start position, and return the number of this attempt; all processes together.
-
-    `place` identifies progress: branch, epoch, step, final parts; it is empty for a rewind, which begins a
-    branch. Raises NoProgressError if `most` earlier attempts in a row started there too. Attempts ended by
-    Ctrl-C or by a usage error do not count.
-    """
-    attempt, before = decide(peers, "attempts", lambda: journal.attempts_before(place))
-    if most is not None and before >= most:
-        journal.uncount()
-        where = f"epoch {Position(*place[1:3])}" if place and place[1] is not None else "the beginning"
-        raise NoProgressError(
-            f"{before} launches in a row started at {where} in {journal.where} and made no progress: see "
-            f"`torchrelay show` for their errors, fix the cause, and launch with "
-            f"--max-attempts {before + most} (or max_attempts=; 0 for no limit)"
-        )
-    return int(attempt)
-
-
 def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
     """Register the blobs of each hosted node: objects before the setup group, factories after it.
 
     Factories run later because an optimizer needs the module that `setup` materialises. The registry is
     frozen once everything is bound. Blobs of an earlier job of the session are forgotten.
     """
+
+    def bind() -> None:
+        for place in session.local_nodes:
+            workspace = session.workspace(place.name)
+            if before_setup:
+                workspace.forget_others(job.blobs)
+                for name in workspace.outliving & workspace.entries().keys():  # of an earlier job
+                    del workspace[name]
+                read = [one for condition in job.stop_conditions if (one := getattr(condition, "blob", None))]
+                workspace.outliving = {name for name, node in read if node in (None, place.name)}
+            for blob in job.blobs:
+                done = blob.is_factory if before_setup else not blob.is_factory and workspace.registered(blob)
+                if not done:
+                    _bind(blob, session, workspace)
+
     if before_setup:
         job.blobs.begin_setup()
-    together(session.peers, "blobs", lambda: _bind_all(job, session, before_setup=before_setup))
+    together(session.peers, "blobs", bind)
     if not before_setup:
         job.blobs.freeze()
 
 
-def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
-    """Bind the blobs of all hosted nodes."""
-    for place in session.local_nodes:
-        workspace = session.workspace(place.name)
-        if before_setup:
-            workspace.forget_others(job.blobs)
-            for name in workspace.outliving & workspace.entries().keys():  # of an earlier job
-                del workspace[name]
-            read = [one for condition in job.stop_conditions if (one := getattr(condition, "blob", None))]
-            workspace.outliving = {name for name, node in read if node in (None, place.name)}
-        for blob in job.blobs:
-            if before_setup and blob.is_factory:
-                continue
-            if not before_setup and not blob.is_factory and workspace.registered(blob):
-                continue
-            _bind(blob, session, workspace)
-
-
 def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
-    """Register what a load of these blobs needs, if a session does not have it.
-
-    Factories are called in order, as one may need the result of an earlier one.
-    """
+    """Register what a load of these blobs needs, in order, as a factory may need an earlier one."""
     asked = [name.rpartition(":")[2] for name in names]
 
     def means(blob: Blob) -> bool:
@@ -377,7 +295,6 @@ def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
 
 
 def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
-    """Bind one blob in a workspace."""
     if blob.is_factory:
         with session.on_node(workspace.node):
             ctx = session.context(workspace.node)

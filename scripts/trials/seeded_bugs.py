@@ -152,7 +152,7 @@ def _the_log() -> Iterator[Bug]:
     yield Bug(
         "a rewind abandons nothing until an epoch is saved",
         "runners/training/run_loop.py",
-        "            self.manager.engine.ledger.rewind(self.peers, base, self.request.of_branch(choice))\n",
+        "            self.manager.engine.ledger.rewind(self.peers, base, {**request, **by_user})\n",
         "            pass\n",
         ["tests/exactness/test_branches_after_a_rewind.py"],
     )

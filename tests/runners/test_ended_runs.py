@@ -154,7 +154,7 @@ def dies_in(owner, verb, turn, name):
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, name
 
-PARTS = [(Journal, "tail_part_done", number) for number in (1, 2, 3)]
+PARTS = [(Journal, "final_part_done", number) for number in (1, 2, 3)]
 POINTS = [(Saver, "_saved", 4), *PARTS, (Journal, "finished", 1)]
 for number, point in enumerate(POINTS):
     name = f"{point[1]}{number}"

@@ -210,7 +210,7 @@ def test_nobody_waits_for_a_device_while_the_epoch_runs(monkeypatch: pytest.Monk
         late.append(_Late())
         return (2.5, 1.0), late[-1]
 
-    monkeypatch.setattr("torchrelay.runners.session.run_state._to_host", to_host)
+    monkeypatch.setattr("torchrelay.runners.session.metrics.to_host", to_host)
     monkeypatch.setattr("torchrelay.runners.session.run_state.EVERY_SECS", 0.0)
     points, told = StepPoints(), list[Row]()
     points.deliver = told.extend

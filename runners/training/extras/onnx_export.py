@@ -130,8 +130,11 @@ class Exporting:
         journal: Journal,
         measure: tuple[str, str] | None,
     ) -> None:
+        if journal.run is None:
+            raise UsageError("exports need a run directory: pass JobRunner the path of one")
         self._wanted, self._session, self._state, self._journal = wanted, session, state, journal
-        self._best_by = measure
+        self._run, self._folder = journal.run, journal.run.path / FOLDER
+        self._measure = measure or ("", "")  # JobRunner refuses best=True without one
         self._best: float | None = None
         self._inputs: Any = None
 
@@ -158,15 +161,7 @@ class Exporting:
         if self._wanted.every is not None and epoch % self._wanted.every == 0:
             self._export(f"{name}-epoch-{epoch}.onnx", metrics)
 
-    @property
-    def _measure(self) -> tuple[str, str]:
-        """The metric and direction of the best epoch."""
-        if self._best_by is None:
-            raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
-        return self._best_by
-
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return True if the metrics are better than the best so far."""
         if not self._wanted.best:
             return False
         name, mode = self._measure
@@ -181,12 +176,11 @@ class Exporting:
         """On rank 0: find the best value so far, and the epoch whose file must be exported again, if any."""
         epoch: int | None = None
         value: float | None = None
-        if self._state.epoch and self._journal.run is not None:
-            metric, mode = self._measure
+        if self._state.epoch:
             with suppress(RelayError, KeyError):  # no epoch has that metric yet
                 # Only epochs of the resumed branch, by the metrics in their checkpoints.
-                opened = open_checkpoint(self._journal.run.where, "best", best=(metric, mode))
-                epoch, value = opened.epoch, opened.metrics[metric]
+                opened = open_checkpoint(self._run.where, "best", best=self._measure)
+                epoch, value = opened.epoch, opened.metrics[self._measure[0]]
         noted = self._notes().get(f"{self._wanted.name}-best.onnx", {})
         path = self._folder / f"{self._wanted.name}-best.onnx"
         there = path.exists() and noted.get("epoch") == epoch
@@ -194,15 +188,7 @@ class Exporting:
             path.unlink(missing_ok=True)  # of an abandoned epoch
         return {"value": value, "epoch": None if there else epoch}
 
-    @property
-    def _folder(self) -> Any:
-        """The directory of exports."""
-        if self._journal.run is None:
-            raise UsageError("exports need a run directory: pass JobRunner the path of one")
-        return self._journal.run.path / FOLDER
-
     def _notes(self) -> dict[str, Any]:
-        """Return the recorded epochs of files."""
         found = (read_json(self._folder / f"{self._wanted.name}.json") or {}).get("files")
         return found if isinstance(found, dict) else {}
 
@@ -225,40 +211,24 @@ class Exporting:
                 )
 
     def _write(self, file: str, at: int, model: Any, metrics: Mapping[str, float]) -> None:
-        """Write the ONNX file and record its epoch."""
         self._folder.mkdir(exist_ok=True)
         if model is None:
             model, metrics = self._saved(at)
-        facts = run_facts(self._journal.run.path, str(at), metrics)  # type: ignore[union-attr]
-        done = to_onnx(
-            model,
-            self._example(),
-            self._folder / file,
-            overwrite=True,
-            metadata=facts,
-            **self._wanted.options,
-        )
+        if self._inputs is None:
+            given = self._wanted.inputs
+            asks = callable(given) and not isinstance(given, torch.Tensor)
+            self._inputs = (given() if asks else given,)  # a callable is called once
+        facts, path = run_facts(self._run.path, str(at), metrics), self._folder / file
+        done = to_onnx(model, self._inputs[0], path, overwrite=True, metadata=facts, **self._wanted.options)
         notes = {**self._notes(), file: {"epoch": at, "difference": done.difference, "bytes": done.bytes}}
         write_json(self._folder / f"{self._wanted.name}.json", {"format": FORMAT, "files": notes})
         self._journal.tell("export", f"epoch {at} exported: {FOLDER}/{file} ({done.bytes} bytes)")
 
-    def _example(self) -> Any:
-        """Return the example inputs; a callable is called once."""
-        if self._inputs is None:
-            given = self._wanted.inputs
-            asks = callable(given) and not isinstance(given, torch.Tensor)
-            self._inputs = (given() if asks else given,)
-        return self._inputs[0]
-
     # The model
 
     def _module(self) -> torch.nn.Module:
-        """Return the unwrapped model."""
         found = self._wanted.model
-        if isinstance(found, str):
-            node = self._session.local_nodes[0].name
-            found = self._session.workspace(node).get(found)
-        return bare_module(found)
+        return bare_module(self._session.workspace().get(found) if isinstance(found, str) else found)
 
     def _gathered(self) -> torch.nn.Module | None:
         """Return the module, or an unsharded copy of it; all ranks call this."""
@@ -273,17 +243,11 @@ class Exporting:
         return plain
 
     def _saved(self, epoch: int) -> tuple[torch.nn.Module, Mapping[str, float]]:
-        """Return a copy with the weights of a saved epoch."""
         module = self._module()
         copied = own_copy(module) if self._wanted.build is None else bare_module(self._wanted.build())
-        opened = open_checkpoint(self._journal.run.where, epoch)  # type: ignore[union-attr]
-        opened.load({self._blob(module): copied})
-        return copied, opened.metrics
-
-    def _blob(self, module: torch.nn.Module) -> str:
-        """Return the name under which the run saves the module."""
-        node = self._session.local_nodes[0].name
-        for name, entry in self._session.workspace(node).entries().items():
+        opened = open_checkpoint(self._run.where, epoch)
+        for name, entry in self._session.workspace().entries().items():
             if isinstance(entry.value, torch.nn.Module) and bare_module(entry.value) is module:
-                return name
+                opened.load({name: copied})
+                return copied, opened.metrics
         raise UsageError("the model is not a blob of the job, so no saved epoch has it")

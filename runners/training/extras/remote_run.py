@@ -42,17 +42,14 @@ MOST_EPOCHS = 200
 def repair_curves(
     run: RunDirectory, view: LogView, storage: Storage, generation: int, upto: int, attempt: int
 ) -> list[int]:
-    """Write missing metrics up to an epoch into the file of a generation; returns their epochs.
-
-    Unreadable entries stay missing.
-    """
+    """Write missing metrics up to an epoch into the file of a generation; returns their epochs."""
     entries = {one.position.epoch: one for one in view.line() if one.position.boundary and one.healthy}
     last = max((line["epoch"] for line in run.metrics() if line["epoch"] <= upto), default=0)
     mended: list[int] = []
     for epoch in [one for one in sorted(entries) if last < one <= upto][-MOST_EPOCHS:]:
         try:
             facts = glance(storage, entries[epoch]).facts
-        except OSError:
+        except OSError:  # unreadable entries stay missing
             continue
         line: dict[str, Any] = {
             "epoch": epoch,
@@ -73,7 +70,7 @@ BEGIN_SECS, END_SECS = 30.0, 60.0
 FAILED_SECS, LAST_WORDS_SECS = 8.0, 4.0
 """Shorter limits after a failure, because launchers end a job soon, and when a thread ends the process."""
 _OTHERS_SECS = 60.0
-_BEHIND = RetryTimeouts(deadline_secs=15.0, longest_pause_secs=2.0)
+_BACKGROUND = RetryTimeouts(deadline_secs=15.0, longest_pause_secs=2.0)
 _NAMED = 4
 BRINGING_SECS = 1800.0
 
@@ -92,7 +89,7 @@ class StoredRun:
         self._run, self._session, self._state, self._journal = run, session, state, journal
         self._engine, self._peers = manager.engine, session.peers
         self._files = RunFiles.open(str(run.url), "the run directory", manager.engine.single_writer)
-        self._behind: BackgroundUploader | None = None
+        self._uploader: BackgroundUploader | None = None
         self._putter: Putter | None = None
         self._lock: int | None = None
         self._left_out: dict[str, str] = {}
@@ -100,10 +97,7 @@ class StoredRun:
     # Before the run
 
     def begin(self, place: NodePlace) -> None:
-        """Create the workspace, check the store, and download what a start needs.
-
-        All processes call this. Raises UsageError, StorageError, DirectoryInUseError on all processes.
-        """
+        """Create the workspace, check the store, and download what a start needs, on all processes."""
 
         def make() -> None:
             make_workspace(self._run.path)
@@ -115,7 +109,6 @@ class StoredRun:
         decide(self._peers, "download the run", self._bring, deadline_secs=BRINGING_SECS)
 
     def _bring(self) -> None:
-        """Download the run's files into the workspace."""
         run, files = self._run, self._files
         found, left_out = found_in(files, for_a_start)
         found = {**unlisted(files, NEEDED.difference(found, left_out)), **found}
@@ -160,7 +153,7 @@ class StoredRun:
             for name, upload in files.unfinished(""):
                 if not name.startswith(f"{files.root.lstrip('/')}/{CHECKPOINTS}/"):
                     files.give_up((name, upload))
-        if not self._begin_behind(travels, ledger.ask, EVERY_SECS).flush(BEGIN_SECS):
+        if not self._start_uploader(travels, ledger.ask, EVERY_SECS).flush(BEGIN_SECS):
             self.look()
 
     def started(self, target: Target | None) -> None:
@@ -180,19 +173,18 @@ class StoredRun:
         log = f"logs/attempt_{attempt}/rank_{self._peers.rank}.log"
         nodes = [place.name for place in self._session.local_nodes]
         own = {log, f"{log}.1", *(f"crash/{node}.attempt_{attempt}.safetensors" for node in nodes)}
-        self._begin_behind(own.__contains__, lambda: None, _OTHERS_SECS)
+        self._start_uploader(own.__contains__, lambda: None, _OTHERS_SECS)
 
-    def _begin_behind(
+    def _start_uploader(
         self, wanted: Callable[[str], bool], may_put: Callable[[], None], every: float
     ) -> BackgroundUploader:
-        """Start the background upload."""
-        self._files.patience = _BEHIND
+        self._files.patience = _BACKGROUND
         self._putter = Putter(self._files, self._run.path, wanted)
         self._putter.kept.update(self._left_out)
         look = self._look_around if self._peers.rank == 0 else lambda: None
-        self._behind = BackgroundUploader(self._putter, may_put, look, every)
+        self._uploader = BackgroundUploader(self._putter, may_put, look, every)
         final_calls.append(self._final_upload)
-        return self._behind
+        return self._uploader
 
     def _look_around(self) -> None:
         """Check for a stop file in the store, and for an overwritten status."""
@@ -204,31 +196,27 @@ class StoredRun:
 
     def look(self) -> None:
         """At an epoch boundary: trigger an upload, and report problems once."""
-        behind = self._behind
-        if behind is None:
+        uploader = self._uploader
+        if uploader is None:
             return
-        trouble = behind.trouble()
+        trouble = uploader.trouble()
         if trouble is not None and self._peers.rank == 0:
             self._journal.warn(
                 f"{self._run.url} is not up to date: {trouble}. Training continues and retries; the files "
                 f"are in {self._run.path}"
             )
-        self._journal.aside(behind.wake)  # after the log lines of the epoch
+        self._journal.aside(uploader.wake)  # after the log lines of the epoch
 
     # At its end
 
     def _final_upload(self) -> None:
-        """Upload the rest before a thread ends the process."""
-        if self._behind is not None:
-            self._behind.flush(LAST_WORDS_SECS)
+        if self._uploader is not None:
+            self._uploader.flush(LAST_WORDS_SECS)
 
     def finish(self, *, failed: bool = False, secs: float = END_SECS) -> None:
-        """Upload the rest, within seconds if the run `failed`, and report files that could not be uploaded.
-
-        The log is still held then.
-        """
-        behind, self._behind = self._behind, None
-        if behind is None:
+        """Upload the rest, within seconds if the run `failed`, and report the files that are missing."""
+        uploader, self._uploader = self._uploader, None
+        if uploader is None:
             return
         final_calls.forget(self._final_upload)
         left_secs = None if self._state.requests is None else self._state.requests.secs_left()
@@ -236,11 +224,11 @@ class StoredRun:
             secs = min(secs, FAILED_SECS)
         elif left_secs is not None:
             secs = min(secs, max(LAST_WORDS_SECS, left_secs - LAST_WORDS_SECS))
-        left = behind.close(min(secs, END_SECS))
+        left = uploader.close(min(secs, END_SECS))
         if self._peers.rank != 0:
             return
         if left:
-            why = f" ({behind.reason})" if behind.reason else ""
+            why = f" ({uploader.reason})" if uploader.reason else ""
             self._journal.warn(
                 f"{self._run.url} lacks the newest version of {len(left)} files ({_some(left)}), which were "
                 f"not uploaded in time{why}. They are in {self._run.path}; the same command uploads them"
@@ -273,7 +261,7 @@ class StoredRun:
             if self._engine.ledger.last_generation() != generation:
                 raise FencedError("another process has continued the run")
 
-        self._begin_behind(travels, may_put, EVERY_SECS)
+        self._start_uploader(travels, may_put, EVERY_SECS)
         self.finish(secs=BEGIN_SECS)
 
     def close(self) -> None:
@@ -285,5 +273,4 @@ class StoredRun:
 
 
 def _some(names: Sequence[str]) -> str:
-    """List the first names."""
     return ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")

@@ -72,8 +72,7 @@ def put_together(form: Json, tensors: Sequence[torch.Tensor], device: torch.devi
 
 
 SEED = 0
-_MOST_THREADS = 1024
-"""Limit for values read from files: more would end the process."""
+_MOST_THREADS = 1024  # limit for values read from files: more would end the process
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -123,7 +122,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -155,7 +153,6 @@ def as_it_was(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def _set(settings: dict[str, Any]) -> None:
-    """Apply settings."""
     threads, precision = settings.get("threads"), settings.get("matmul_precision")
     if type(threads) is int and 0 < threads <= _MOST_THREADS:
         torch.set_num_threads(threads)
@@ -217,7 +214,6 @@ class Recorder:
         self._hooks.clear()
 
     def _hook(self, name: str) -> Any:
-        """Return a hook that records the first call."""
 
         def first(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._hooks.pop(name).remove()
@@ -229,7 +225,6 @@ class Recorder:
         return first
 
     def _take(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the arguments of a call."""
         if any(hasattr(one, "placements") for one in module.parameters()):
             raise UsageError("its parameters are sharded, and rank 0 cannot call it alone")
         tensors: list[torch.Tensor] = []
