@@ -185,13 +185,7 @@ class _Rewriting:
 
     def value(self, argument: Any) -> Any:
         """Replace the nodes in an argument by their values."""
-        if isinstance(argument, fx.Node):
-            return self.aliases.get(argument, Ref(argument.name))
-        if isinstance(argument, (list, tuple)):
-            return [self.value(item) for item in argument]
-        if isinstance(argument, dict):
-            return {key: self.value(item) for key, item in argument.items()}
-        return argument
+        return fx.node.map_arg(argument, lambda node: self.aliases.get(node, Ref(node.name)))
 
 
 def rewritten(

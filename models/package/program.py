@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import Fields, check_stamp, stamp
@@ -95,10 +96,8 @@ def resolved(argument: Any, found: Mapping[str, Any], device: torch.device) -> A
 
 
 def names_in(argument: Any) -> list[str]:
-    """Yield the names of steps and inputs that an argument refers to."""
-    if isinstance(argument, Ref):
-        return [argument.name]
-    return [name for item in argument for name in names_in(item)] if isinstance(argument, list) else []
+    """Return the names of steps and inputs that an argument refers to."""
+    return [leaf.name for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Ref)]
 
 
 Tree = Json

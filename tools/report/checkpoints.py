@@ -114,7 +114,13 @@ def rows_of(
     limits: ReadLimits,
 ) -> tuple[EpochRow, ...]:
     """The newest rows of the table; metrics come from the metrics files, by (generation, epoch) or epoch."""
-    generations = _generations(committed.history)
+    generations: dict[Key, int] = {}  # by position, as far back as records lie
+    for record in committed.history.records:
+        said = record.payload.get("entry") if record.kind == "commit" else None
+        if isinstance(said, Mapping):
+            branch, epoch, step = (said.get(name) for name in ("branch", "epoch", "step"))
+            if type(branch) is int and type(epoch) is int and type(step) is int:
+                generations[Key(branch, Position(epoch, step))] = record.generation
     on_line = {entry.key for entry in committed.view.line()}
     start = committed.start or ResumePreview(None, "", 0)
     rows = []
@@ -167,18 +173,6 @@ def happened(history: History) -> tuple[Event, ...]:
         for record in history.records
         if (text := _said_of(record))
     )
-
-
-def _generations(history: History) -> dict[Key, int]:
-    """Which start committed a position, as far back as records lie."""
-    found: dict[Key, int] = {}
-    for record in history.records:
-        entry = record.payload.get("entry") if record.kind == "commit" else None
-        if isinstance(entry, Mapping):
-            branch, epoch, step = (entry.get(name) for name in ("branch", "epoch", "step"))
-            if type(branch) is int and type(epoch) is int and type(step) is int:
-                found[Key(branch, Position(epoch, step))] = record.generation
-    return found
 
 
 def _how(request: Mapping[str, Json] | None, *, first: bool) -> str:

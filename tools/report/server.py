@@ -291,14 +291,6 @@ def _line(status: int) -> Response:
     return PlainTextResponse(f"{HTTPStatus(status).phrase}\n", status, headers)
 
 
-def _remembered(path: str, token: str) -> Response:
-    """Take the token out of the address and into a cookie, so that it stands in no history."""
-    where = quote(path) if path.startswith(("/run/", "/compare/")) else "/"
-    answer = Response(None, 303, {**_HEADERS, "Location": where})
-    answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-    return answer
-
-
 class DashboardServer(HttpServer):
     """Serves a store at an address. Raises UsageError for an address that cannot be had.
 
@@ -348,7 +340,11 @@ class DashboardServer(HttpServer):
         if request.method not in ("GET", "HEAD"):
             return _line(405)
         if self._access.token is not None and asked:
-            return _remembered(path, self._access.token)
+            # Out of the address and into a cookie, so that it stands in no history.
+            where = quote(path) if path.startswith(("/run/", "/compare/")) else "/"
+            answer = Response(None, 303, {**_HEADERS, "Location": where})
+            answer.set_cookie(COOKIE, self._access.token, httponly=True, samesite="strict")
+            return answer
         page = await done_by(self._worker, lambda: self._page(path))
         if page is None:
             return _line(404)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -32,7 +33,6 @@ from torchrelay.tools.report.charts import (
 from torchrelay.tools.report.run_data import (
     BranchNote,
     EpochRow,
-    Event,
     RunAttempt,
     RunFacts,
     Save,
@@ -312,23 +312,17 @@ def checkpoints(runs: Sequence[RunFacts]) -> PageSection | None:
         at_best = [one for one in run.epochs if (one.epoch, one.step) == (best, 0)]
         counted = [one for one in at_best if one.standing != "abandoned"]
         rows.append((run, run.best[0] if run.best else "", counted))
-    return PageSection("checkpoints", "Checkpoints", _checkpoint_finding(known), {"runs": rows})
+    standings = Counter(row.standing for run in known for row in run.epochs)
+    bad = sum(amount for standing, amount in standings.items() if standing not in _TONES)
+    every = count(standings.total() + sum(run.epochs_left_out for run in known), "checkpoint")
+    abandoned = f", {standings['abandoned']} of them abandoned" if standings["abandoned"] else ""
+    title = f"{bad} of {every} cannot be used" if bad else f"{every}{abandoned}, none known to be damaged"
+    return PageSection("checkpoints", "Checkpoints", title, {"runs": rows})
 
 
 def tone_of(row: EpochRow) -> str:
     """The class of the colour of its standing."""
     return _TONES.get(row.standing, "bad")
-
-
-def _checkpoint_finding(runs: Sequence[RunFacts]) -> str:
-    rows = [row for run in runs for row in run.epochs]
-    bad = sum(row.standing not in _TONES for row in rows)
-    gone = sum(row.standing == "abandoned" for row in rows)
-    total = len(rows) + sum(run.epochs_left_out for run in runs)
-    if bad:
-        return f"{bad} of {count(total, 'checkpoint')} cannot be used"
-    abandoned = f", {gone} of them abandoned" if gone else ""
-    return f"{count(total, 'checkpoint')}{abandoned}, none known to be damaged"
 
 
 _STORY_ROW = 44
@@ -344,26 +338,21 @@ def story(runs: Sequence[RunFacts]) -> PageSection | None:
     """Branches, stages, events; None where there are none but begins, ends and saves."""
     parts = []
     for run in runs:
-        events = _in_time((*run.events, *run.happened))
+        events = sorted((*run.events, *run.happened), key=lambda one: (one.time is None, one.time or 0.0))
         if len(run.branches) > 1 or run.upstream or any(one.kind not in _USUAL for one in events):
             tree = _tree(run) if len(run.branches) > 1 else None
             # What fell back, failed or was thrown away comes first.
             parts.append((run, tree, [one for one in events if one.kind in _BAD], events))
-    return PageSection("story", "Events", _story_finding(runs), {"runs": parts}) if parts else None
-
-
-def _in_time(events: Iterable[Event]) -> list[Event]:
-    return sorted(events, key=lambda one: (one.time is None, one.time or 0.0))
-
-
-def _story_finding(runs: Sequence[RunFacts]) -> str:
+    if not parts:
+        return None
     failures = sum(one.kind in ("failure", "save failed") for run in runs for one in run.events)
     damage = sum(one.kind == "quarantine" for run in runs for one in run.happened)
-    rewinds = sum(joint.kind == "rewind" for run in runs for joint in run.course.joints)
-    falls = sum(joint.kind == "fallback" for run in runs for joint in run.course.joints)
-    amounts = {"failure": failures, "damaged epoch": damage, "fallback": falls, "rewind": rewinds}
+    joints = Counter(joint.kind for run in runs for joint in run.course.joints)
+    amounts = {"failure": failures, "damaged epoch": damage}
+    amounts |= {"fallback": joints["fallback"], "rewind": joints["rewind"]}
     words = [count(amount, what) for what, amount in amounts.items() if amount]
-    return f"Events: {', '.join(words)}" if words else "No failures and no fallbacks"
+    title = f"Events: {', '.join(words)}" if words else "No failures and no fallbacks"
+    return PageSection("story", "Events", title, {"runs": parts})
 
 
 def _tree(run: RunFacts) -> Chart:

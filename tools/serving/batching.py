@@ -335,20 +335,15 @@ class Computing:
 def _predicted(handler: ServingHandler, batch: Sequence[RequestSample]) -> list[Any]:
     """Return a result or error per sample; if a batch fails, its samples are retried one by one."""
     try:
-        return _results(handler, [item.sample for item in batch])
+        with nullcontext() if getattr(handler, "own_mode", False) else torch.inference_mode():
+            found = list(handler.predict([item.sample for item in batch]))
+            if len(found) != len(batch):
+                raise FaultyAnswerError(f"predict gave {len(found)} results for {len(batch)} samples")
+            return [handler.encode(one) for one in found]
     except BaseException as error:
         if len(batch) > 1 and not isinstance(error, FaultyAnswerError):
             return [one for item in batch for one in _predicted(handler, [item])]
         return [refusal_of(error)] * len(batch)
-
-
-def _results(handler: ServingHandler, samples: Sequence[Any]) -> list[Any]:
-    own_mode = getattr(handler, "own_mode", False)
-    with nullcontext() if own_mode else torch.inference_mode():
-        found = list(handler.predict(samples))
-        if len(found) != len(samples):
-            raise FaultyAnswerError(f"predict gave {len(found)} results for {len(samples)} samples")
-        return [handler.encode(one) for one in found]
 
 
 def refusal_of(error: BaseException, what: str = "the model rejected this sample") -> BaseException:

@@ -316,11 +316,17 @@ def serve_program(command: ProgramCommand) -> int:
 
     def began(running: Running) -> None:
         if command.archived is not None:
-            leave_with_parent(running.stop)
+            _leave_with_parent(running.stop)
+
+    def served(opened: Checkpoint) -> Served:
+        program = command.made()  # a new one, because a served one is never modified
+        set_seed(program.seed)
+        opened.load_saved({"model": program.model})
+        signature = noted_signature(Path(used.path))
+        return served_epoch(opened, used.run, ProgramHandler(program), used.code_id, signature)
 
     def source() -> EpochModelSource:
-        where = followed(command.request, used)
-        return EpochModelSource(used.path, where, lambda opened: served_of(command, used, opened), say)
+        return EpochModelSource(used.path, followed(command.request, used), served, say)
 
     return serve(command.request.serve or ServeOptions(), source, began=began)
 
@@ -335,16 +341,7 @@ def followed(request: VerbRequest, used: Used) -> str:
     return wish
 
 
-def served_of(command: ProgramCommand, used: Used, opened: Checkpoint) -> Served:
-    """Load an epoch into a new program object, because a served one is never modified."""
-    program = command.made()
-    set_seed(program.seed)
-    opened.load_saved({"model": program.model})
-    signature = noted_signature(Path(used.path))
-    return served_epoch(opened, used.run, ProgramHandler(program), used.code_id, signature)
-
-
-def leave_with_parent(stop: Callable[[], None]) -> None:
+def _leave_with_parent(stop: Callable[[], None]) -> None:
     """End this process when its parent process ends."""
     parent = os.getppid()
 

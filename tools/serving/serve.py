@@ -7,7 +7,7 @@ import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from torchrelay.errors import UsageError, install_command
 
@@ -114,7 +114,11 @@ def serve(
         running.run(lambda: say(f"serving {what} at {url_of(listening)}"))
         say("left")
         if not running.ended():
-            _leave_now()
+            # A normal exit would abort while a thread is inside torch.
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(0)
     return 0
 
 
@@ -122,11 +126,3 @@ def say(text: str) -> None:
     """Write a log line; dropped if stderr is a full pipe."""
     if takes(sys.stdout):
         print(text, file=sys.stdout, flush=True)
-
-
-def _leave_now() -> NoReturn:
-    """Exit with code 0 while a thread is inside torch, where a normal exit would abort."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
