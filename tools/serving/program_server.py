@@ -31,13 +31,8 @@ from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.runtime import Signature
 from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.fs import read_json
-from torchrelay.models.package.api import save
 from torchrelay.models.package.reader import open_package
 from torchrelay.records import dataclass
-from torchrelay.runners.artifacts.rebuild import named, rebuilt
-from torchrelay.runners.programs.command_context import say
-from torchrelay.runners.programs.evaluate import Used, use
-from torchrelay.runners.programs.program import ProgramCommand, Samples
 from torchrelay.runners.programs.request import ServeOptions, VerbRequest
 from torchrelay.tools.serving.handlers import (
     Sample,
@@ -55,6 +50,8 @@ from torchrelay.tools.serving.serve import say as log_line
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.command_context import ConfigCommand
+    from torchrelay.runners.programs.evaluate import Used
+    from torchrelay.runners.programs.program import ProgramCommand, Samples
     from torchrelay.tools.serving.app import Running
 
 
@@ -177,6 +174,8 @@ def handler_of(text: str | None) -> MakeHandler:
     """Return the class of `--handler`, by default TensorHandler."""
     if text is None:
         return TensorHandler
+    from torchrelay.runners.artifacts.rebuild import named  # with all that trains a configuration
+
     kind = named(text, "--handler")
     missing = [
         one for one in ("decode", "alike", "predict", "encode") if not callable(getattr(kind, one, None))
@@ -309,6 +308,9 @@ _LOOK_SECS = 1.0
 
 def serve_program(command: ProgramCommand) -> int:
     """Serve and return the exit code; checks everything that `eval` checks before listening."""
+    from torchrelay.runners.programs.command_context import say
+    from torchrelay.runners.programs.evaluate import use
+
     check_installed()
     used = use(command)
     if used.said:
@@ -360,6 +362,8 @@ class ProgramHandler:
     """
 
     def __init__(self, program: Samples) -> None:
+        from torchrelay.runners.programs.program import Samples
+
         self._program = program
         kind = type(program)
         self.own_mode = kind.eval is not Samples.eval
@@ -401,6 +405,8 @@ class ProgramHandler:
 
 def serve_config(command: ConfigCommand) -> int:
     """`server -m config.yaml`: serve the run that `eval` would use; returns the exit code."""
+    from torchrelay.runners.programs.evaluate import use
+
     check_installed()
     request = command.request
     if request.ignore:
@@ -431,6 +437,9 @@ def configured_model(run: Path, into: Path, blob: str | None = None, device: str
     Unused inputs, such as the labels of a batch, are removed. Raises UsageError for a run without a model,
     and for a model that cannot be traced; DamagedError.
     """
+    from torchrelay.models.package.api import save
+    from torchrelay.runners.artifacts.rebuild import rebuilt
+
     path = into / "program.zip"
     with rebuilt(run, None, blob) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a missing program is reported below

@@ -17,8 +17,8 @@ from report_runs import train
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.metadata.handlers import summary
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.statistics import summary
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.run_data import Point, ReadLimits, course_of, spread
 from torchrelay.tools.report.timeline import bars_of, finding_of, saving_secs, wall_secs
