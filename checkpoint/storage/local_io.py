@@ -55,8 +55,13 @@ class Pacer:
 
 def expect_long_read(descriptor: int, nbytes: int) -> None:
     """Let the kernel read far ahead, where that is worth a call."""
-    if nbytes >= LONG_READ and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    if nbytes >= LONG_READ:
+        _advise(descriptor, 0, 0, "SEQUENTIAL")
+
+
+def _advise(descriptor: int, offset: int, nbytes: int, advice: str) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, nbytes, getattr(os, f"POSIX_FADV_{advice}"))
 
 
 def c_function(name: str, *arguments: Any) -> Any:
@@ -95,6 +100,8 @@ class LocalReadHandle:
         once = once and len(view) >= LONG_READ
         if once and self._was_cached is None:
             self._was_cached = self.is_at_hand(offset, len(view))
+        if once and not self._was_cached:
+            _advise(self._descriptor, offset, 4 * len(view), "WILLNEED")
         if not self._announced:
             self._announced = len(view) >= LONG_READ
             expect_long_read(self._descriptor, len(view))
@@ -103,8 +110,8 @@ class LocalReadHandle:
             if count == 0:
                 break
             done += count
-        if once and not self._was_cached and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, offset, done, os.POSIX_FADV_DONTNEED)
+        if once and not self._was_cached:
+            _advise(self._descriptor, offset, done, "DONTNEED")
         return done
 
     def read(self, offset: int, length: int) -> bytes:
