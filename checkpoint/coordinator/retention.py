@@ -272,7 +272,7 @@ def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
     from torchrelay.checkpoint.log.tiered_storage import only_local, refuse_part
 
     refuse_part(storage)
-    if view.empty and not view.retiring:
+    if view.empty and not view.state.retiring:
         raise UnknownEpochError(f"nothing is committed in {storage.url}")
     keeping, suspects, doubts = _decided(storage, view, keeping)
     after = replace(view, state=keeping.after(view, suspects, only_local(storage, view)))
@@ -357,5 +357,5 @@ def _decided(
 def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:
     entries = {entry.attempt_name: entry for entry in before.entries}
     for one in sorted(after.retiring, key=lambda one: (one.attempt_name, one.groups or ())):
-        entry = None if one in before.retiring else entries.get(one.attempt_name)
+        entry = None if one in before.state.retiring else entries.get(one.attempt_name)
         yield Loss(one, entry, sum(storage.stat(path) or 0 for path in files_of(storage, one)))

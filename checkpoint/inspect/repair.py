@@ -144,7 +144,7 @@ def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
 
 def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:
     there = set(storage.list(DATA))
-    for one in view.retiring:
+    for one in view.state.retiring:
         files = list(files_of(storage, one))
         if files or (one.groups is None and one.attempt_name in there):
             what = "all of it" if one.groups is None else f"the files of {', '.join(one.groups)}"
@@ -169,8 +169,8 @@ def _group_of(name: str) -> str | None:
 
 def _unneeded(storage: Storage, view: LogView, history: History, job: str) -> Iterator[Finding]:
     """Files that no record refers to; while damage hides a part of the log they may be committed."""
-    busy = "" if view.released else "; or a save in flight, if its writer is alive"
-    known = view.state.tries | {one.attempt_name for one in view.retiring}
+    busy = "" if view.state.released else "; or a save in flight, if its writer is alive"
+    known = view.state.tries | {one.attempt_name for one in view.state.retiring}
     for name in storage.list(DATA):
         if ATTEMPT_NAME.fullmatch(name) and name not in known:
             files = list(files_of(storage, Retirement(name)))
@@ -333,7 +333,7 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
     """List all attempts; raises StorageError if that fails."""
     entries = {entry.attempt_name: entry for entry in view.entries}
     needs = Counter(name for entry in view.entries for name in set(entry.needs))
-    retired = {one.attempt_name for one in view.retiring}
+    retired = {one.attempt_name for one in view.state.retiring}
 
     def standing(name: str) -> Standing:
         if name in entries or needs[name]:

@@ -342,7 +342,8 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> tuple[Tail, Reco
             return tail, None
         record, base = _compose(storage, tail, draft, *changed)
         data = encode(record)
-        if len(changed[0].marks) > len(tail.view.marks) and 2 * len(data) > canonical_json.LIMIT_BYTES:
+        more_marks = len(changed[0].marks) > len(tail.view.state.marks)
+        if more_marks and 2 * len(data) > canonical_json.LIMIT_BYTES:
             raise UsageError(  # the other half is for records that writers must append
                 f"{storage.url} has so many tags and pins that a record of its log takes {len(data)} "
                 "bytes: delete some first (torchrelay ckpt tag --delete, torchrelay ckpt pin --delete)"

@@ -112,14 +112,14 @@ def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Contai
     decide. `live_here` are the nonces of the open writers of this process, which never takes over from
     itself.
     """
-    holder = view.holder
-    if holder.get("nonce") in live_here and not view.released:
+    holder = view.state.holder
+    if holder.get("nonce") in live_here and not view.state.released:
         return LeaseVerdict(
             Right.REFUSED, "another manager in this process holds the directory; close it first"
         )
     if not certain:
         return LeaseVerdict(Right.WATCH, "the newest record is damaged")
-    if view.released:
+    if view.state.released:
         return LeaseVerdict(Right.AT_ONCE, "the log was released" if holder else "the log is new")
     if _same_system(holder, me):  # the system knows it, regardless of launchers
         if _gone(holder, me):
@@ -294,7 +294,7 @@ def take_over(
     for _ in range(_ATTEMPTS):
         tail = read_tail(storage, job)
         check_job(storage, tail.job, job_name)
-        holder = tail.view.holder
+        holder = tail.view.state.holder
         verdict = judge(tail.view, me, certain=not tail.stepped_back, live_here=live_here)
         if verdict.right is Right.REFUSED:
             raise DirectoryInUseError(f"{storage.url} is in use: {verdict.reason}")

@@ -245,7 +245,7 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     if not writer.certain:
         return ()
     view = writer.view
-    known = view.state.tries | {one.attempt_name for one in view.retiring}
+    known = view.state.tries | {one.attempt_name for one in view.state.retiring}
     orphans = tuple(sorted(name for name in writer.older_attempts - known if ATTEMPT_NAME.fullmatch(name)))
     failed: dict[str, StorageError] = {}
     for name in orphans:

@@ -108,7 +108,7 @@ class Notes:
 
     def made(self, far: LogView) -> bool:
         """Whether the remote log was last taken over from this local directory."""
-        return self.holder is not None and far.holder.get("nonce") == self.holder
+        return self.holder is not None and far.state.holder.get("nonce") == self.holder
 
 
 def read_notes(near: Storage) -> Notes | None:

@@ -24,9 +24,7 @@ from torchrelay.checkpoint.format.position import (
     Facts,
     Key,
     Position,
-    Retirement,
     State,
-    TagOrPin,
 )
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.records import Json, dataclass
@@ -111,21 +109,6 @@ class LogView:
         return self.state.branches
 
     @property
-    def retiring(self) -> tuple[Retirement, ...]:
-        """Retirements that may not be deleted completely yet."""
-        return self.state.retiring
-
-    @property
-    def holder(self) -> Mapping[str, Json]:
-        """Identity of the newest writer; see `released`."""
-        return self.state.holder
-
-    @property
-    def released(self) -> bool:
-        """Whether the newest writer has released the log (True for an empty log)."""
-        return self.state.released
-
-    @property
     def begun_by(self) -> Mapping[str, Json] | None:
         """The request that began the current branch; None for the first branch."""
         return self.current.request
@@ -178,13 +161,8 @@ class LogView:
 
     def tagged(self, name: str) -> CommittedPosition | None:
         """The entry with this tag."""
-        mark = next((one for one in self.marks if one.kind == "tag" and one.name == name), None)
+        mark = next((one for one in self.state.marks if one.kind == "tag" and one.name == name), None)
         return None if mark is None else self.entry(mark.target)
-
-    @property
-    def marks(self) -> tuple[TagOrPin, ...]:
-        """All tags and pins."""
-        return self.state.marks
 
 
 STRIDE = 256
@@ -319,7 +297,7 @@ def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPositio
     if wish.tag is not None:
         if (tagged := view.tagged(wish.tag)) is not None:
             return tagged
-        known = [mark.name for mark in view.marks if mark.kind == "tag"]
+        known = [mark.name for mark in view.state.marks if mark.kind == "tag"]
         raise UnknownEpochError(f"no tag {wish.tag!r} in {place}{nearest(wish.tag, known)}")
     line = whole_epochs(view, wish.branch)
     found = next((entry for entry in line if entry.position.epoch == wish.epoch), None)

@@ -214,7 +214,7 @@ class LogWriter:
     @property
     def undeleted(self) -> tuple[Retirement, ...]:
         """Retirements in the log that `forget` has not removed yet."""
-        return tuple(one for one in self.view.retiring if one not in self._deleted)
+        return tuple(one for one in self.view.state.retiring if one not in self._deleted)
 
     @property
     def has_leftovers(self) -> bool:
@@ -365,14 +365,14 @@ class LogWriter:
                 self._tail, record = append(self.storage, self._tail, draft)
             except OvertakenError:
                 raise self._fence() from None
-            self._deleted.intersection_update(self._tail.view.retiring)
+            self._deleted.intersection_update(self._tail.view.state.retiring)
             if record is not None:
                 self._tidy()
             return self._tail.view
 
     def _fence(self) -> FencedError:
         try:
-            holder = read_tail(self.storage, self._tail.job).view.holder
+            holder = read_tail(self.storage, self._tail.job).view.state.holder
         except StorageError:  # any other writer: this one has lost the log
             holder = {}
         taken_by = describe(holder, "this job has stopped writing; nothing of it was acknowledged since")

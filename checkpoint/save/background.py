@@ -73,8 +73,6 @@ class Background:
         self._flight: _Flight | None = None
         self._line: tuple[Peers, Peers] | None = None
 
-    # Startup
-
     def prepare(self, session: Session) -> None:
         """Allocate memory that the first save will likely need, before training begins."""
         self._standby.ready()
@@ -96,8 +94,6 @@ class Background:
             except (MemoryError, RuntimeError):  # torch raises the latter when it gets no memory
                 return None
         return self._block
-
-    # Capture
 
     def begin(
         self,
@@ -157,8 +153,6 @@ class Background:
         if self._line is None or self._line[0] is not session.peers:
             self._line = (session.peers, session.peers.apart())
         return self._line[1]
-
-    # Waiting
 
     def wait(self, *, unguarded: bool = False) -> None:
         """Return when no save is in flight; outcomes are kept. Sends no messages.

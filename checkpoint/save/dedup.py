@@ -303,8 +303,6 @@ class Reuse:
         """Note that memory has the content of this epoch; its headers are read on demand."""
         self._loaded, self._base = manifest, None
 
-    # Before the plan
-
     def choose(self, job: SaveJob, plan: SavePlan, deadline_secs: float) -> frozenset[str]:
         """The leaves that need not be written; all processes get the same. `plan` writes all leaves."""
         self._current = _Current(
@@ -383,8 +381,6 @@ class Reuse:
                     continue
         self._written = {name: self._written[name] for name in manifest.tries if name in self._written}
         return self._written
-
-    # While writing
 
     @property
     def patience_secs(self) -> float:

@@ -97,8 +97,6 @@ class ObjectStorage:
             return None
         return f"nothing is known of how {'/'.join(sorted(self._protocols))} creates a file exclusively"
 
-    # Names
-
     def _name(self, path: str) -> str:
         parts = path.split("/") if path else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
@@ -123,8 +121,6 @@ class ObjectStorage:
             raise
         except Exception as error:
             raise refusal(f"{self.url}/{path}".rstrip("/"), verb, error) from error
-
-    # Creating
 
     def open_exclusive(self, path: str) -> StagedFile:
         """Stage a new object. Its name is only checked to be free, because it contains a nonce."""
@@ -231,8 +227,6 @@ class ObjectStorage:
 
     def sync_dir(self, path: str) -> None:
         """Do nothing: acknowledged objects are durable."""
-
-    # Reading
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """One ranged GET."""

@@ -86,8 +86,6 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
             self._line = None
         line[0].abort()
 
-    # Reading
-
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
         async with self._client() as client:
@@ -106,8 +104,6 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
         first = start or 0
         async with self._client() as client, client.open(self._strip_protocol(path), "rb") as file:
             return bytes(await file.read(-1 if end is None else max(0, end - first), first))
-
-    # Writing
 
     async def _write(
         self, path: str, pieces: Iterable[bytes], give_name: Callable[..., Awaitable[None]]

@@ -64,8 +64,6 @@ class HostsLedger(TierLedger):
         """The ranks that share each local directory."""
         return self._places or self._guess or Places()
 
-    # Reading
-
     @property
     def reader(self) -> int:
         """Before the log is taken: the rank with the authoritative local log, on any host."""
@@ -115,8 +113,6 @@ class HostsLedger(TierLedger):
         counts = hosts.teller(found)
         self._reader = 0 if counts is None else counts.rank
         return [*([] if counts is None else [counts]), *hosts.given_up(found, counts)]
-
-    # Holding
 
     def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
         """Take the logs over; with several places everything that is only local is uploaded first.
@@ -260,8 +256,6 @@ class HostsLedger(TierLedger):
         for failure in failures:
             warn(failure, stacklevel=3)
 
-    # At saves
-
     def apart(self) -> Apart | None:
         """Every place's leader creates directories there, and is notified of commits."""
         return Apart(self.places.mates, self._committed) if self.places.many else None
@@ -321,8 +315,6 @@ class HostsLedger(TierLedger):
             sender.stop()
         self._state, self._leftovers, self._places, self._guess = None, (), None, None
         super().close()
-
-    # Verification
 
     def verify_epoch(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
         """As `Ledger.verify_epoch`; StorageError outside of a run for an epoch divided between hosts."""

@@ -288,7 +288,7 @@ class Replicator(TierUploader):
 
     def _note(self) -> None:
         far = self._far.view
-        nonce = far.holder.get("nonce")
+        nonce = far.state.holder.get("nonce")
         self._notes = replace(
             self._notes,
             holder=nonce if isinstance(nonce, str) else None,
@@ -397,7 +397,7 @@ class PartSender(TierUploader):
     def _far_log(self) -> LogView:
         """The current remote log; StorageError, to be retried, if another launch has it."""
         view = open_log(self.far, self._job_name)
-        if view.holder.get("nonce") != self._run_nonce:
+        if view.state.holder.get("nonce") != self._run_nonce:
             raise StorageError(f"{self.far.url} was taken over by another job")
         return view
 

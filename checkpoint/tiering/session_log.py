@@ -45,8 +45,6 @@ class TierLedger(Ledger):
         """On rank 0, while the logs are held."""
         self._far_writer: LogWriter | None = None
 
-    # Reading
-
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
         """As without a tier, but never tolerant: the newest epoch is unknown without both logs."""
         return super().look(peers)
@@ -74,8 +72,6 @@ class TierLedger(Ledger):
         if hosts.is_part(self.storage):
             return False
         return hosts.is_ahead(near, far, untouched=untouched)
-
-    # Holding
 
     def _taken(self) -> LogWriter:
         """Take the remote log, then the local one, and reconcile them."""
@@ -241,8 +237,6 @@ class TierLedger(Ledger):
             let_go(far_writer, f"the log of {far_writer.storage.url}")
         elif far_writer is not None:
             far_writer.close()  # a call may still return: the log must not seem complete
-
-    # Verification
 
     def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
         """The same position from the remote, if only its local blocks are damaged; else an older one."""

@@ -120,7 +120,7 @@ def test_whatever_the_rules_a_run_can_go_on(story: tuple[LogView, Keeping]) -> N
     assert after.entries
     newest = view.newest()
     assert newest is None or newest in after.entries
-    assert {view.entry(mark.target) for mark in view.marks} <= set(after.entries)
+    assert {view.entry(mark.target) for mark in view.state.marks} <= set(after.entries)
     assert after.tries <= view.state.tries
     assert not after.tries & {one.attempt_name for one in after.retiring if one.groups is None}
     stripped = {one.attempt_name for one in after.retiring if one.groups is not None}
@@ -151,7 +151,7 @@ def test_what_is_foretold_is_what_happens(story: tuple[LogView, Keeping], suspec
         writer.commit(replace(one, health="ok"))
         if not one.healthy:
             writer.quarantine(one.key, "a test said so")
-    for mark in view.marks:
+    for mark in view.state.marks:
         writer.pin(mark.name, mark.target)
     foretold = keeping.after(writer.view, suspects)
     keeping.retire(writer, suspects)

@@ -107,4 +107,4 @@ def test_an_interrupted_deletion_is_finished_by_the_next_sweep():
     again = take(storage)
     assert sweep(again, Keeping(1))[1] == (Retirement(entry(0).attempt_name),)
     assert storage.list("data") == [entry(1).attempt_name]
-    assert again.commit(entry(2)).retiring == ()
+    assert again.commit(entry(2)).state.retiring == ()

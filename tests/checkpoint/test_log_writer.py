@@ -171,7 +171,7 @@ def test_a_mid_epoch_entry_is_retired_when_its_epoch_commits():
     assert writer.view.epochs() == (0, 1, 2, 3)
     view = writer.commit(entry(4))
     assert view.find(3, step=1200) is None
-    assert view.retiring == (Retirement(middle.attempt_name),)
+    assert view.state.retiring == (Retirement(middle.attempt_name),)
 
 
 def test_a_mid_epoch_try_stays_while_its_epoch_needs_it():
@@ -180,10 +180,13 @@ def test_a_mid_epoch_try_stays_while_its_epoch_needs_it():
     middle = entry(3, step=1200)
     writer.commit(middle)
     writer.commit(entry(4, needs=(middle.attempt_name,)))
-    assert writer.view.retiring == ()
+    assert writer.view.state.retiring == ()
     writer.commit(entry(5))
     writer.retire([Retirement(entry(4).attempt_name)])
-    assert {one.attempt_name for one in writer.view.retiring} == {middle.attempt_name, entry(4).attempt_name}
+    assert {one.attempt_name for one in writer.view.state.retiring} == {
+        middle.attempt_name,
+        entry(4).attempt_name,
+    }
 
 
 def test_a_quarantined_entry_is_not_chosen():
@@ -209,8 +212,8 @@ def test_tags_and_pins_are_taken_over_by_the_writer():
     assert open_log(storage) == view
     append_as_guest(storage, unpin_draft("paper"))
     assert writer.tag("best", Key(0, Position(1))).tagged("best") == entry(1)
-    assert [mark.name for mark in writer.view.marks] == ["best"]
-    assert writer.tag("best", None).marks == ()
+    assert [mark.name for mark in writer.view.state.marks] == ["best"]
+    assert writer.tag("best", None).state.marks == ()
 
 
 @pytest.mark.parametrize("marks", [255, 256, 300])
@@ -393,7 +396,7 @@ def test_guests_and_a_writer_race_to_one_history(tmp_path):
         thread.join()
     writer.release()
     view = open_log(storage)
-    assert len(view.marks) == 30
+    assert len(view.state.marks) == 30
     assert view.epochs() == tuple(range(20))
     assert view.notices == ()
     assert view.slot == 1 + 20 + 30

@@ -183,7 +183,7 @@ def test_many_processes_start_at_once(starters, tmp_path):
             True,
         )
     view = open_log(log_writer_storage(tmp_path))
-    assert (view.epochs(), view.slot, view.released, view.notices) == ((0,), 2, True, ())
+    assert (view.epochs(), view.slot, view.state.released, view.notices) == ((0,), 2, True, ())
 
 
 def log_writer_storage(path):

@@ -93,7 +93,7 @@ class Judge:
         if view.notices:
             yield "linear", view.notices[0]
         yield from self._epochs(tree, record, view)
-        for mark in view.marks:
+        for mark in view.state.marks:
             if view.entry(mark.target) is None:
                 yield "kept", f"{mark.kind} {mark.name} points at {mark.target}, which is gone"
         data = frozenset("/".join(path.split("/")[:2]) for path in tree if path.startswith("data/"))

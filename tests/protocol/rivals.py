@@ -158,7 +158,7 @@ class Rules:
         found = str(payload)
         if data is None and self.thins:
             view = open_log(WeakDisk.of({"log": None, **files}), "job")
-            found = str((view.entries, view.marks))
+            found = str((view.entries, view.state.marks))
         if not found or not all(name in found for name in names):
             return f"{kind} {names} was acknowledged in slot {slot}, where there is {found}"
         return ""
@@ -188,7 +188,7 @@ class Rules:
         committed = {one.payload["entry"]["try"] for _, one in records if one.kind == "commit"}
         retired = {gone["try"] for _, one in records for gone in one.payload.get("retired", ())}
         missing = committed - retired - {one.attempt_name for one in view.entries}
-        lost = {one.name for one in view.marks if view.entry(one.target) is None}
+        lost = {one.name for one in view.state.marks if view.entry(one.target) is None}
         return problem or (f"{missing or lost} got lost" if missing or lost else "")
 
 

@@ -337,7 +337,7 @@ class Walk:
             raise Unlike(f"the log has {there}, not {[str(key) for key in sorted(self.known.numbers)]}")
         if {one.key for one in view.entries if not one.healthy} != self.known.quarantined:
             raise Unlike(f"quarantined should be {self.known.quarantined}")
-        marks = {(one.kind, one.name): one.target for one in view.marks}
+        marks = {(one.kind, one.name): one.target for one in view.state.marks}
         if marks != self.known.marks:
             raise Unlike(f"marks are {marks}, not {self.known.marks}")
         if view.entries and view.current.id != self.known.branch:

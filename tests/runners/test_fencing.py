@@ -154,7 +154,7 @@ def check_stories(
         assert process.poll() is None, "the living one goes on"
     for place in stories:
         view = open_log(storage_of(place, "the place"))
-        assert (view.generation, view.released, view.notices) == (view.slot - 3, True, ())
+        assert (view.generation, view.state.released, view.notices) == (view.slot - 3, True, ())
     # Where more programs want to run than these tests start, each of the ended has so much less of a core.
     slower = max(1.0, os.getloadavg()[0] / 2 / (os.cpu_count() or 1))
     assert max(took.values()) < ENDS_WITHIN_SECS * slower, (took, slower)

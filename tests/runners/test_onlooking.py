@@ -86,4 +86,6 @@ def test_looking_changes_no_file_and_fences_nobody(tmp_path: Path, told: Told) -
         writer.communicate()
     assert writer.returncode == 0, err
     view = open_log(LocalStorage(run / "checkpoints"))
-    assert view.generation == 0 and view.released, "it was the only writer from its first record to its last"
+    assert view.generation == 0 and view.state.released, (
+        "it was the only writer from its first record to its last"
+    )

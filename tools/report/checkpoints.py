@@ -130,7 +130,7 @@ def rows_of(
         if point is None and entry.key in on_line:
             point = current.get(epoch)
         account = explain(committed.view, committed.history, start, entry.position, entry.branch)
-        marks = (mark for mark in committed.view.marks if mark.target == entry.key)
+        marks = (mark for mark in committed.view.state.marks if mark.target == entry.key)
         row = EpochRow(
             str(entry.position),
             entry.branch,

@@ -45,4 +45,4 @@ def pruned_again(root: Path) -> None:
     pruned(root)
     assert tries(root / "run") == whole(root / "run") == KEPT
     assert not list(root.glob("run/checkpoints/data/e00000002-*/*.optim.safetensors"))
-    assert not open_log(storage).retiring
+    assert not open_log(storage).state.retiring

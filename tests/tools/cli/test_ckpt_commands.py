@@ -243,7 +243,7 @@ def test_verify_quarantines_what_is_damaged(run: Path, capsys: pytest.CaptureFix
     code, _, err = told(capsys, "verify", run, "--quarantine")
     assert code == 5 and "epoch 6+12,branch=1 is quarantined" in err
     view = open_log(LocalStorage(run / "checkpoints"))
-    assert view.released and view.newest() == view.find(6)
+    assert view.state.released and view.newest() == view.find(6)
     slot = view.slot
     assert "6+12" not in told(capsys, "verify", run, "--quarantine")[2]
     assert open_log(LocalStorage(run / "checkpoints")).slot == slot

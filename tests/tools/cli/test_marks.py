@@ -126,7 +126,9 @@ def test_a_running_job_is_not_disturbed(tmp_path: Path, told: Told) -> None:
     assert writer.returncode == 0 and "Warning" not in err, err
     storage = LocalStorage(run / "checkpoints")
     view = open_log(storage)
-    tagged = [view.entry(mark.target) for mark in view.marks]
-    assert [mark.name for mark in view.marks] == [f"t{number}" for number in range(6)]
+    tagged = [view.entry(mark.target) for mark in view.state.marks]
+    assert [mark.name for mark in view.state.marks] == [f"t{number}" for number in range(6)]
     assert all(one is not None and verify_epoch(storage, one, level="full").verified for one in tagged)
-    assert view.generation == 0 and view.released, "it was the only writer from its first record to its last"
+    assert view.generation == 0 and view.state.released, (
+        "it was the only writer from its first record to its last"
+    )

@@ -191,7 +191,7 @@ def _sums(view: LogView, usage: Usage) -> list[str]:
             f"retired but not deleted yet: {human_bytes(retired)}; torchrelay ckpt repair deletes them"
         )
     if orphans := usage.total("orphan"):
-        busy = "" if view.released else " (or a save in progress)"
+        busy = "" if view.state.released else " (or a save in progress)"
         lines.append(
             f"orphans: {human_bytes(orphans)}{busy}; torchrelay ckpt repair --delete-orphans deletes them"
         )

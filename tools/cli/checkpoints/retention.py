@@ -29,7 +29,7 @@ _PATIENCE_SECS = 10.0
 
 def marks_of(view: LogView, kind: str) -> list[TagOrPin]:
     """Return the marks of a kind, sorted by name."""
-    return sorted((mark for mark in view.marks if mark.kind == kind), key=lambda mark: mark.name)
+    return sorted((mark for mark in view.state.marks if mark.kind == kind), key=lambda mark: mark.name)
 
 
 def mark_json(mark: TagOrPin) -> dict[str, Any]:

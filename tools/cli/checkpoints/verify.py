@@ -119,7 +119,7 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
     output.notices(view.notices)
     entries = view.entries if selector.wish is None else (find_entry(place, view, selector.wish),)
     verdicts = list(_verdicts(place, view, entries, chosen.level, output))
-    retired = [one.attempt_name for one in view.retiring if one.groups is None] if whole else []
+    retired = [one.attempt_name for one in view.state.retiring if one.groups is None] if whole else []
     quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
     verified = sum(one.result.verified for one in verdicts)
     if output.json:

@@ -56,7 +56,7 @@ def current_keys(view: LogView) -> frozenset[Key]:
 
 def marks_of(view: LogView, entry: CommittedPosition) -> list[str]:
     """Return the tags and pins of an epoch, such as `tag:paper`."""
-    return [f"{mark.kind}:{mark.name}" for mark in view.marks if mark.target == entry.key]
+    return [f"{mark.kind}:{mark.name}" for mark in view.state.marks if mark.target == entry.key]
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
