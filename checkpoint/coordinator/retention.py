@@ -114,7 +114,7 @@ class KnownMetrics:
             except OSError as error:
                 self._unread[entry] = error
 
-    def told(self, keeping: Keeping) -> Keeping:
+    def scored(self, keeping: Keeping) -> Keeping:
         """The same rules with the scores that they need."""
         if keeping.best is None:
             return keeping
@@ -149,7 +149,7 @@ class Retaining:
     keeping: Keeping
     lasting: Lasting = field(default_factory=Lasting)
     metrics: KnownMetrics = field(default_factory=KnownMetrics)
-    told: set[str] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
     """Warnings already shown."""
 
     def now(self, peers: Peers) -> None:
@@ -157,7 +157,7 @@ class Retaining:
         if self.keeping != KEEP_ALL:
             decide(peers, "save: retention", self._retire)
 
-    def behind(self) -> None:
+    def in_background(self) -> None:
         """Retire in the background: no save in flight needs them. Fencing is detected later."""
         writer = self.ledger.writer
         if writer is None or self.keeping == KEEP_ALL:
@@ -183,8 +183,14 @@ class Retaining:
         if self.keeping == KEEP_ALL:
             self.delete_left()  # positions inside the last epoch, completed by its commit
             self.ledger.finish_deletions()
-        else:
-            decide(peers, "save: retention ended", self._end)
+            return
+
+        def end() -> None:
+            self.ledger.finish_deletions()
+            if self.ledger.writer is not None:
+                self.ledger.writer.check()
+
+        decide(peers, "save: retention ended", end)
 
     def _retire(self) -> None:
         writer = self.ledger.writer
@@ -204,9 +210,9 @@ class Retaining:
         view, keeping, doubts = writer.view, self.keeping, list[str]()
         if keeping.best is not None:
             self.metrics.look(self.ledger.storage, view)
-            doubts += [one for one in self.metrics.doubts(keeping.best) if one not in self.told]
-            self.told.update(doubts)
-            keeping = self.metrics.told(keeping)
+            doubts += [one for one in self.metrics.doubts(keeping.best) if one not in self.shown]
+            self.shown.update(doubts)
+            keeping = self.metrics.scored(keeping)
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
             return "; ".join(doubts)  # nothing is deleted, so nothing need be verified
         unproved = self.lasting.unproved(self.ledger.storage, view, self.ledger.unseen())
@@ -222,12 +228,6 @@ class Retaining:
         unsure = "" if self.keeping == KEEP_ALL else self._retire_but(writer)
         delete_left(writer)
         return unsure
-
-    def _end(self) -> None:
-        """Wait for deletions, and raise FencedError if another job has the log; on rank 0."""
-        self.ledger.finish_deletions()
-        if self.ledger.writer is not None:
-            self.ledger.writer.check()
 
     def _ask(self, what: str, work: Callable[[], object]) -> None:
         self.ledger.deletions.ask(f"{what} could not be deleted", work)
@@ -342,7 +342,7 @@ def _decided(
         if missing := metrics.missing(keeping.best):
             raise UnknownEpochError(f"{missing}: nothing is deleted")
         doubts += metrics.doubts(keeping.best)
-        keeping = metrics.told(keeping)
+        keeping = metrics.scored(keeping)
     results = Lasting().unproved(storage, view)
     for result in results:
         if result.outcome is VerificationStatus.UNKNOWN:

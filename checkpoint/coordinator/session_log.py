@@ -78,6 +78,9 @@ TAKEOVER_MARGIN_SECS = 60.0
 class Ledger:
     """One directory's log: read, taken over, appended to and released."""
 
+    tolerates = True
+    """Whether a directory that cannot be used may count as empty."""
+
     def __init__(self, storage: Storage, takeover_secs: float) -> None:
         self.storage = storage
         self.takeover_secs = self.takes_secs = takeover_secs
@@ -105,17 +108,18 @@ class Ledger:
 
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
         """Read the log. `tolerant`: a directory that cannot be read counts as empty, with a notice."""
-        found = decide(peers, "read the log", lambda: self._look(tolerant=tolerant), by=self.reader)
+
+        def look() -> dict[str, Any]:
+            try:
+                return self._looked(self.view())
+            except StorageError as error:
+                if not (tolerant and self.tolerates):
+                    raise
+                return {**self._looked(LogView()), "notices": [str(error)]}
+
+        found = decide(peers, "read the log", look, by=self.reader)
         facts = None if found["facts"] is None else position.facts_of(found["facts"], "the log")
         return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
-
-    def _look(self, *, tolerant: bool) -> dict[str, Any]:
-        try:
-            return self._looked(self.view())
-        except StorageError as error:
-            if not tolerant:
-                raise
-            return {**self._looked(LogView()), "notices": [str(error)]}
 
     def _looked(self, view: LogView) -> dict[str, Any]:
         """What all processes receive of a view."""
@@ -189,7 +193,7 @@ class Ledger:
             try:
                 return self._take()
             except StorageError:
-                if not tolerant:
+                if not (tolerant and self.tolerates):
                     raise
                 return None
 

@@ -158,12 +158,9 @@ def _said(step: _Step) -> str:
 
 def _key(value: Json) -> Key | None:
     """The key in a payload; None if malformed, because payloads are not verified."""
-    if not isinstance(value, Mapping):
-        return None
-    numbers = [value[name] for name in ("branch", "epoch", "step") if type(value.get(name)) is int]
-    if len(numbers) != 3:
-        return None
-    return Key(numbers[0], Position(numbers[1], numbers[2]))
+    with suppress(DamagedError):
+        return key_of(Fields(value if isinstance(value, Mapping) else {}, ""))
+    return None
 
 
 def _committed(step: _Step, key: Key | None) -> str:

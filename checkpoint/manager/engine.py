@@ -279,7 +279,7 @@ class Engine:
             job = everybody.of_nodes({one.rank: saved.get(one.name) for one in session.nodes})
             plan = make_plan(job := job.with_rank_scope(self._demoted | demoted), self._exchange)
         if self.background is not None and self.ledger.in_run:
-            self.background.begin(session, job, plan, clock, whole, self.retaining.behind)
+            self.background.begin(session, job, plan, clock, whole, self.retaining.in_background)
             return
         self._took("checkpoint_save", save_epoch(job, plan, clock, whole, self._exchange))
         self.retaining.now(session.peers)
@@ -342,7 +342,7 @@ class Engine:
         """
         self.wait(unguarded=True)
         if self.background is not None:
-            self.retaining.behind()
+            self.retaining.in_background()
             self.ledger.finish_deletions()  # with per-host directories, hosts are notified of deleted files
         if self.ledger.drain(session.peers):
             self.retaining.now(session.peers)

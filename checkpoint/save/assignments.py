@@ -363,14 +363,14 @@ def cuts_between(sizes: Sequence[int], item_bytes: Sequence[int], shares: int, c
     while total and number < shares:
         item = bisect_right(ends, total * number // shares) - 1
         before, size, width = ends[item], sizes[item], item_bytes[item]
-        behind = -(-ends[item + 1] * shares // total)  # the first ideal cut that is not in this item
-        ideals = range(number * total - before * shares, behind * total - before * shares, total)
+        following = -(-ends[item + 1] * shares // total)  # the first ideal cut that is not in this item
+        ideals = range(number * total - before * shares, following * total - before * shares, total)
         step = cut if size >= cut and cut % width == 0 else size
         # A byte has one cut: before the empty items that precede the item that it is in.
         edges = {0: (bisect_left(ends, before), 0), size: (item + 1, 0)}
         nearest = _nearest(ideals, size, step, shares)
         found += [edges[at] if at in edges else (item, at // width) for at in nearest]
-        number = behind
+        number = following
     inner = found if total else found * shares
     return table(Cut, [*inner, (len(sizes), 0)])
 

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.load.verify import JointResult, Level, Target, Verifi
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, refuse_to_begin, same_job, share_job
-from torchrelay.checkpoint.log.view import LogView, Look
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.open import Tier
@@ -35,6 +35,7 @@ class TierLedger(Ledger):
     """Log of a run with one local directory, whose `storage` also shows the remote attempts."""
 
     storage: TierStorage
+    tolerates = False  # the newest epoch is unknown without both logs
 
     def __init__(self, storage: TierStorage, tier: Tier, keeping: Keeping, takeover_secs: float) -> None:
         super().__init__(storage, takeover_secs)
@@ -44,14 +45,6 @@ class TierLedger(Ledger):
         self.replicator: Replicator | None = None
         """On rank 0, while the logs are held."""
         self._far_writer: LogWriter | None = None
-
-    def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
-        """As without a tier, but never tolerant: the newest epoch is unknown without both logs."""
-        return super().look(peers)
-
-    def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
-        """As without a tier, but never tolerant, as `look`."""
-        return super().open(peers)
 
     def view(self) -> LogView:
         """The authoritative log: the local one if it is ahead, else the remote one."""
