@@ -315,7 +315,7 @@ def _behind() -> Iterator[Bug]:
     yield Bug(
         "old epochs wait for a save that never comes",
         "checkpoint/manager/engine.py",
-        "            self.retaining.behind()\n            self.ledger.finish",
+        "            self.retaining.in_background()\n            self.ledger.finish",
         "            self.ledger.finish",
         ["tests/runners/test_deletions.py"],
     )
