@@ -36,10 +36,10 @@ class TierStorage(LocalStorage):
     is damaged or unfinished in one of them, which verification detects.
     """
 
-    def __init__(self, near: str | Path, far: Storage) -> None:
-        super().__init__(near)
-        self.far = far
-        self.near = LocalStorage(near)
+    def __init__(self, local: str | Path, remote: Storage) -> None:
+        super().__init__(local)
+        self.remote = remote
+        self.local = LocalStorage(local)
         """The same directory without the remote one."""
         self.remote_only: set[str] = set()
         """Attempts that are read remotely from now on: their local files are damaged."""
@@ -50,7 +50,7 @@ class TierStorage(LocalStorage):
             size = super().stat(path)
             if size is not None or not _in_attempt(path):
                 return size
-        return self.far.stat(path)
+        return self.remote.stat(path)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Read locally, else remotely."""
@@ -71,11 +71,11 @@ class TierStorage(LocalStorage):
     def _read(self, path: str, read: Callable[[Storage], T]) -> T:
         if self._reads_locally(path):
             try:
-                return read(self.near)
+                return read(self.local)
             except FileNotFoundError:
                 if not _in_attempt(path):
                     raise
-        return read(self.far)
+        return read(self.remote)
 
     def _reads_locally(self, path: str) -> bool:
         return not (_in_attempt(path) and path.split("/")[1] in self.remote_only)
@@ -91,7 +91,7 @@ class Notes:
     """State of a local directory.
 
     Attributes:
-        far: URL of the remote.
+        remote: URL of the remote.
         holder: nonce of our writer of the remote log.
         replicated: attempts that the remote has.
         sent: files of attempts in flight that are complete and durable there: size and SHA-256 by path.
@@ -99,22 +99,22 @@ class Notes:
         part: another host has the local log of the run, and this directory has only a part of each epoch.
     """
 
-    far: str = ""
+    remote: str = ""
     holder: str | None = None
     replicated: frozenset[str] = frozenset()
     sent: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     generation: int = -1
     part: bool = False
 
-    def made(self, far: LogView) -> bool:
+    def made(self, remote: LogView) -> bool:
         """Whether the remote log was last taken over from this local directory."""
-        return self.holder is not None and far.state.holder.get("nonce") == self.holder
+        return self.holder is not None and remote.state.holder.get("nonce") == self.holder
 
 
-def read_notes(near: Storage) -> Notes | None:
+def read_notes(local: Storage) -> Notes | None:
     """Read the notes; None without them, or if they are damaged."""
     try:
-        stored = unseal("tier", sealed_bytes(near, PATH), PATH)
+        stored = unseal("tier", sealed_bytes(local, PATH), PATH)
         holder = stored["holder"]
         return Notes(
             str(stored["far"]),
@@ -128,44 +128,44 @@ def read_notes(near: Storage) -> Notes | None:
         return None
 
 
-def refuse_part(near: Storage) -> None:
+def refuse_part(local: Storage) -> None:
     """Raise UsageError for a local directory that has files of only some hosts' ranks."""
-    notes = read_notes(near)
-    if notes is None and near.stat(PATH) is not None:
+    notes = read_notes(local)
+    if notes is None and local.stat(PATH) is not None:
         raise UsageError(
-            f"{near.url}/{PATH} is damaged, so it is unknown whether the log of its epochs is on another "
+            f"{local.url}/{PATH} is damaged, so it is unknown whether the log of its epochs is on another "
             "host: start the run, which writes it again"
         )
     if notes is not None and notes.part:
         raise UsageError(
-            f"{near.url} has only a part of the epochs of {notes.far}, and their log is on another host: "
+            f"{local.url} has only a part of the epochs of {notes.remote}, and their log is on another host: "
             "do this there"
         )
 
 
-def refuse_to_begin(near: Storage, far: Storage) -> None:
+def refuse_to_begin(local: Storage, remote: Storage) -> None:
     """Raise UsageError for a remote without a job if the local directory has parts of epochs.
 
     They may be needed by a live run, and a new job would delete them as leftovers.
     """
-    notes = read_notes(near)
-    if notes is not None and notes.part and read_job(far) is None:
+    notes = read_notes(local)
+    if notes is not None and notes.part and read_job(remote) is None:
         raise UsageError(
-            f"{near.url} has only a part of the epochs of {notes.far}, and {far.url} has no job yet: "
+            f"{local.url} has only a part of the epochs of {notes.remote}, and {remote.url} has no job yet: "
             "choose another local directory for this run"
         )
 
 
-def only_local(near: Storage, view: LogView) -> frozenset[str]:
+def only_local(local: Storage, view: LogView) -> frozenset[str]:
     """Local attempts to be uploaded (all, without valid notes), and the newest uploaded one."""
-    if near.stat(PATH) is None:
+    if local.stat(PATH) is None:
         return frozenset()
-    notes, line = read_notes(near) or Notes(), view.line()
+    notes, line = read_notes(local) or Notes(), view.line()
     known = [number for number, entry in enumerate(line) if entry.attempt_name in notes.replicated]
     return frozenset(entry.attempt_name for entry in line[known[-1] if known else 0 :])
 
 
-def forgotten(near: Storage, notes: Notes, path: str) -> Notes:
+def forgotten(local: Storage, notes: Notes, path: str) -> Notes:
     """The notes without a file that will be written again; durable when this returns, or StorageError.
 
     Otherwise a truncated new file, with reserved space, could match the size and note of the lost one.
@@ -173,41 +173,41 @@ def forgotten(near: Storage, notes: Notes, path: str) -> Notes:
     if path not in notes.sent:
         return notes
     notes = replace(notes, sent={name: one for name, one in notes.sent.items() if name != path})
-    write_notes(near, notes)
+    write_notes(local, notes)
     return notes
 
 
-def write_notes(near: Storage, notes: Notes) -> None:
+def write_notes(local: Storage, notes: Notes) -> None:
     """Replace the notes. Raises StorageError."""
     sent = {path: list(one) for path, one in notes.sent.items()}
     stored = {
-        "far": notes.far,
+        "far": notes.remote,
         "holder": notes.holder,
         "replicated": sorted(notes.replicated),
         "sent": sent,
         "generation": notes.generation,
         "part": notes.part,
     }
-    near.replace(PATH, seal("tier", stored))
+    local.replace(PATH, seal("tier", stored))
 
 
 def opened(directory: Path) -> LocalStorage:
     """The storage of a directory, with its remote, without which uploaded epochs would seem damaged."""
-    near = LocalStorage(directory)
-    notes = read_notes(near)
+    local = LocalStorage(directory)
+    notes = read_notes(local)
     return (
-        near
-        if notes is None or not notes.far
-        else TierStorage(directory, storage_of(notes.far, "the remote of the checkpoints"))
+        local
+        if notes is None or not notes.remote
+        else TierStorage(directory, storage_of(notes.remote, "the remote of the checkpoints"))
     )
 
 
 def refuse_local(storage: Storage) -> NoReturn:
     """Raise UsageError for a write to a local directory without its tier."""
     notes = read_notes(storage)
-    far = notes.far if notes is not None else "the remote of the checkpoints"
+    remote = notes.remote if notes is not None else "the remote of the checkpoints"
     raise UsageError(
-        f"{storage.url} is the local directory of {far}: give that as the place of the checkpoints, and "
+        f"{storage.url} is the local directory of {remote}: give that as the place of the checkpoints, and "
         "tier=Tier(near=...) with this one"
     )
 
@@ -222,14 +222,14 @@ def same_job(one: Storage, other: Storage) -> None:
         )
 
 
-def share_job(near: Storage, far: Storage, name: str | None) -> None:
+def share_job(local: Storage, remote: Storage, name: str | None) -> None:
     """Make both storages belong to one job: one without a job gets the other's file."""
-    if read_job(near) is None:
-        open_job(far, name)
-        _copy(far, near)
-    elif read_job(far) is None:
-        _copy(near, far)
-    same_job(near, far)
+    if read_job(local) is None:
+        open_job(remote, name)
+        _copy(remote, local)
+    elif read_job(remote) is None:
+        _copy(local, remote)
+    same_job(local, remote)
 
 
 def _copy(source: Storage, target: Storage) -> None:

@@ -162,31 +162,31 @@ def _key(directory: Path) -> str:
     return f"{socket.gethostname()} {boot} {found.st_dev} {found.st_ino} {rest}"
 
 
-def is_ahead(near: LogView, far: LogView, *, untouched: bool = False) -> bool:
+def is_ahead(local: LogView, remote: LogView, *, untouched: bool = False) -> bool:
     """Whether all of the remote log came from the local one, which is then authoritative.
 
     `untouched`: the remote log was not taken over since this local directory's writer did, so that a branch
     unknown to the local log is one that it has left.
     """
-    if near.slot < 0 or far.slot < 0:
-        return near.slot >= 0
-    if not far.entries and far.state.next_branch == 1:
+    if local.slot < 0 or remote.slot < 0:
+        return local.slot >= 0
+    if not remote.entries and remote.state.next_branch == 1:
         return True  # no save and no job: a new local directory, or an emptied one
-    return _has_all(near, far) and (untouched or far.current in near.branches)
+    return _has_all(local, remote) and (untouched or remote.current in local.branches)
 
 
-def _has_all(near: LogView, far: LogView) -> bool:
-    line = far.line()
+def _has_all(local: LogView, remote: LogView) -> bool:
+    line = remote.line()
     if not line:
-        return not far.entries or bool(near.entries)
-    if _knows(near, line[-1]):
+        return not remote.entries or bool(local.entries)
+    if _knows(local, line[-1]):
         return True
-    newest = near.line()[-1:]
+    newest = local.line()[-1:]
     if line[-1].position.boundary or not newest or newest[0].position <= line[-1].position:
         return False
     # A mid-epoch position leaves the log when its epoch is committed.
     whole = [entry for entry in line if entry.position.boundary]
-    return bool(whole) and _knows(near, whole[-1])
+    return bool(whole) and _knows(local, whole[-1])
 
 
 def _knows(view: LogView, entry: CommittedPosition) -> bool:
@@ -197,54 +197,54 @@ def _knows(view: LogView, entry: CommittedPosition) -> bool:
     )
 
 
-def anchor(far: LogView) -> frozenset[str]:
+def anchor(remote: LogView) -> frozenset[str]:
     """Attempts that show that a local log is ahead of this one: they stay in it."""
-    line = far.line()
+    line = remote.line()
     whole = [entry for entry in line if entry.position.boundary]
     return frozenset(entry.attempt_name for entry in (*line[-1:], *whole[-1:]))
 
 
-def adopted(near: State, far: State) -> State:
+def adopted(local: State, remote: State) -> State:
     """The local log after it adopts the remote one; entries that only the local one had are dropped.
 
     The holder stays. Branches get numbers that neither log has used for another one.
     """
-    gone = sorted(near.tries - far.tries)
-    live = {entry.key for entry in far.entries}
-    names = {(mark.kind, mark.name) for mark in far.marks}
-    own = (mark for mark in near.marks if mark.target in live and (mark.kind, mark.name) not in names)
-    still = tuple(one for one in near.retiring if one.attempt_name not in gone)
+    gone = sorted(local.tries - remote.tries)
+    live = {entry.key for entry in remote.entries}
+    names = {(mark.kind, mark.name) for mark in remote.marks}
+    own = (mark for mark in local.marks if mark.target in live and (mark.kind, mark.name) not in names)
+    still = tuple(one for one in local.retiring if one.attempt_name not in gone)
     return replace(
-        near,
-        entries=far.entries,
-        branches=far.branches,
-        current=far.current,
-        next_branch=max(near.next_branch, far.next_branch),
-        marks=(*far.marks, *own),
+        local,
+        entries=remote.entries,
+        branches=remote.branches,
+        current=remote.current,
+        next_branch=max(local.next_branch, remote.next_branch),
+        marks=(*remote.marks, *own),
         retiring=(*still, *(Retirement(name) for name in gone)),
     )
 
 
-def to_send(near: LogView, far: LogView) -> tuple[CommittedPosition, ...]:
+def to_send(local: LogView, remote: LogView) -> tuple[CommittedPosition, ...]:
     """Entries of the local line that the remote log lacks, oldest first; without damaged ones.
 
     Entries older than the newest remote one of this line are not missing: retention has deleted them.
     """
-    there = {entry.attempt_name for entry in far.entries}
-    line = near.line()
+    there = {entry.attempt_name for entry in remote.entries}
+    line = local.line()
     known = [number for number, entry in enumerate(line) if entry.attempt_name in there]
     rest = line[known[-1] + 1 :] if known else line
     return tuple(entry for entry in rest if entry.healthy and entry.resumable)
 
 
-def branched_like(far: State, near: State) -> State:
+def branched_like(remote: State, local: State) -> State:
     """The remote log after a rewind; its entries of other branches stay, abandoned."""
-    given = {branch.id: branch for branch in (*far.branches, *near.branches)}
+    given = {branch.id: branch for branch in (*remote.branches, *local.branches)}
     state = replace(
-        far,
+        remote,
         branches=tuple(given[number] for number in sorted(given)),
-        current=near.current,
-        next_branch=max(far.next_branch, near.next_branch),
+        current=local.current,
+        next_branch=max(remote.next_branch, local.next_branch),
     )
     return without(state, ())
 
@@ -255,25 +255,25 @@ def branch_payload(branch: Branch) -> Mapping[str, Json]:
     return {"base": position_json(branch.base), "branch": branch.id, "request": request}
 
 
-def mirrored(far: State, entry: CommittedPosition) -> State | None:
+def mirrored(remote: State, entry: CommittedPosition) -> State | None:
     """The remote log with an entry of the local one; None if it has it.
 
     As a commit does, it retires mid-epoch positions that this completes. The caller ensures that all attempts
     of the entry are complete on the remote.
     """
-    if any(one.attempt_name == entry.attempt_name for one in far.entries):
+    if any(one.attempt_name == entry.attempt_name for one in remote.entries):
         return None
-    if any(one.key == entry.key for one in far.entries):
+    if any(one.key == entry.key for one in remote.entries):
         raise StorageError(f"the remote log has another epoch {entry.key}: it has another history")
     over = [
         one
-        for one in far.entries
+        for one in remote.entries
         if one.branch == entry.branch and entry.position.boundary and not one.position.boundary
         if one.position < entry.position
     ]
-    still = tuple(one for one in far.retiring if one.attempt_name not in entry.tries)
-    entries = tuple(sorted((*far.entries, entry), key=lambda one: one.key))
-    return without(replace(far, entries=entries, retiring=still), over)
+    still = tuple(one for one in remote.retiring if one.attempt_name not in entry.tries)
+    entries = tuple(sorted((*remote.entries, entry), key=lambda one: one.key))
+    return without(replace(remote, entries=entries, retiring=still), over)
 
 
 @dataclass(frozen=True)
@@ -298,13 +298,13 @@ def status_of(report: Mapping[str, Json]) -> LocalLogStatus:
 
 def notes_of(storage: TierStorage) -> Notes:
     """The local notes about this remote."""
-    noted = read_notes(storage.near)
-    return noted if noted is not None and noted.far == storage.far.url else Notes(storage.far.url)
+    noted = read_notes(storage.local)
+    return noted if noted is not None and noted.remote == storage.remote.url else Notes(storage.remote.url)
 
 
 def is_part(storage: TierStorage) -> bool:
     """Whether another place has the local log of the run, so that this one is ignored."""
-    noted = read_notes(storage.near)
+    noted = read_notes(storage.local)
     return noted is not None and noted.part
 
 
@@ -315,18 +315,18 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> LocalLogStat
     """
     if is_part(storage):
         return None
-    same_job(storage.near, storage.far)
-    near = open_log(storage.near, job_name)
-    if near.slot < 0:
+    same_job(storage.local, storage.remote)
+    local = open_log(storage.local, job_name)
+    if local.slot < 0:
         return None
-    far = open_log(storage.far, job_name)
+    remote = open_log(storage.remote, job_name)
     mine = notes_of(storage)
-    lacks = to_send(near, far)
+    lacks = to_send(local, remote)
     return LocalLogStatus(
         rank,
         mine.generation,
-        is_ahead(near, far, untouched=mine.made(far)),
-        bool(lacks) or near.current != far.current,
+        is_ahead(local, remote, untouched=mine.made(remote)),
+        bool(lacks) or local.current != remote.current,
         tuple(str(entry.position) for entry in lacks if entry.attempt_name not in mine.replicated),
     )
 
@@ -360,12 +360,12 @@ def _groups_by_attempt(state: State) -> dict[str, tuple[str, ...] | None]:
     return {name: groups.get(name) for name in state.tries}
 
 
-def delete(near: Storage, gone: Iterable[Retirement]) -> None:
+def delete(local: Storage, gone: Iterable[Retirement]) -> None:
     """Delete their files. Raises StorageError, after trying all of them."""
     failed: StorageError | None = None
     for one in gone:
         try:
-            delete_attempt(near, one)
+            delete_attempt(local, one)
         except StorageError as error:
             failed = error
     if failed is not None:

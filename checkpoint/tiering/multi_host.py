@@ -188,10 +188,10 @@ class HostsLedger(TierLedger):
         """Have the leaders of the other places upload what is only local."""
 
         def report() -> Json:
-            writer, far = self.required(), self._far_writer
+            writer, remote = self.required(), self._remote_writer
             self._state = writer.view.state
             return {
-                "run": "" if far is None else far.nonce,
+                "run": "" if remote is None else remote.nonce,
                 "wanted": self._wanted(),
                 "live": sorted(self._state.tries) if writer.certain else None,
             }
@@ -201,13 +201,13 @@ class HostsLedger(TierLedger):
         def begin() -> None:
             if not self.places.leads or peers.rank == by:
                 return
-            share_job(self.storage.near, self.storage.far, self.job_name)
+            share_job(self.storage.local, self.storage.remote, self.job_name)
             sender = PartSender(self.tier, self.storage, self.job_name, reported["run"], peers.rank)
             sender.set_wanted([entry_of(one, _REPORTED) for one in reported["wanted"]])
             sender.start()
             self._sender = sender
             if reported["live"] is not None and by == 0:
-                names = self.storage.near.list(DATA)
+                names = self.storage.local.list(DATA)
                 gone = (
                     name for name in names if ATTEMPT_NAME.fullmatch(name) and name not in reported["live"]
                 )
@@ -231,7 +231,7 @@ class HostsLedger(TierLedger):
             if reports[by]["quiet"]:
                 raise StorageError(
                     f"epoch {reports[by]['left']} is in local directories only and could not be sent to "
-                    f"{self.storage.far.url} for {self.tier.patience_secs:g} s; nothing was changed: fix "
+                    f"{self.storage.remote.url} for {self.tier.patience_secs:g} s; nothing was changed: fix "
                     "the connection to it and start again"
                 )
             now = sum(one["moved"] for one in reports)
@@ -294,8 +294,8 @@ class HostsLedger(TierLedger):
             gone = (*self._leftovers, *(retirement_of(Fields(one, _REPORTED)) for one in news[0]["gone"]))
             self._leftovers = ()
             if gone:
-                near = self.storage.near
-                self.deletions.ask("old epochs could not be deleted", lambda: hosts.delete(near, gone))
+                local = self.storage.local
+                self.deletions.ask("old epochs could not be deleted", lambda: hosts.delete(local, gone))
 
     def _news(self) -> dict[str, Json]:
         """What this process reports: failures, and on rank 0 what the log has changed."""
@@ -322,8 +322,8 @@ class HostsLedger(TierLedger):
         outside = self.places.many and self.holding is None
 
         def local_only() -> bool:
-            entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
-            return entry is not None and all(one.attempt_name != entry.attempt_name for one in far.entries)
+            entry, remote = self.view().find(epoch), open_log(self.storage.remote, self.job_name)
+            return entry is not None and all(one.attempt_name != entry.attempt_name for one in remote.entries)
 
         if outside and decide(peers, "near only", local_only, by=self.reader):
             raise StorageError(
@@ -355,7 +355,7 @@ class HostsLedger(TierLedger):
         share = mates.index(self.places.rank), len(mates)
         try:
             manifest = codec.read(self.storage, entry)
-            return damage_in(self.storage.near, manifest, share=share, headers_only=level != "full")
+            return damage_in(self.storage.local, manifest, share=share, headers_only=level != "full")
         except DamagedError as error:
             return str(error)
         except OSError:  # the verification that follows reports it

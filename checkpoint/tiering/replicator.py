@@ -56,32 +56,32 @@ class Others:
     leaders: tuple[int, ...]
 
 
-def present(near: Storage, manifest: Manifest) -> list[ShardRow]:
+def present(local: Storage, manifest: Manifest) -> list[ShardRow]:
     """The files of an epoch in this local directory. Raises StorageError."""
-    return [row for row in manifest.shards if near.stat(shard_path(manifest, row)) is not None]
+    return [row for row in manifest.shards if local.stat(shard_path(manifest, row)) is not None]
 
 
-def damage_of(near: Storage, entry: CommittedPosition) -> str | None:
+def damage_of(local: Storage, entry: CommittedPosition) -> str | None:
     """Damage of the manifest and the files in this local directory, every byte read twice; None without."""
     try:
-        manifest = seen_twice(lambda: codec.read(near, entry))
+        manifest = seen_twice(lambda: codec.read(local, entry))
     except DamagedError as error:
         return str(error)
-    return damage_in(near, manifest)
+    return damage_in(local, manifest)
 
 
 def damage_in(
-    near: Storage, manifest: Manifest, *, share: tuple[int, int] = (0, 1), headers_only: bool = False
+    local: Storage, manifest: Manifest, *, share: tuple[int, int] = (0, 1), headers_only: bool = False
 ) -> str | None:
     """Damage of each step-th file of an epoch here (`share` is first and step); None without."""
 
     def look_at(row: ShardRow) -> None:
         expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
-        header = read_header(near, shard_path(manifest, row), expected)
+        header = read_header(local, shard_path(manifest, row), expected)
         if not headers_only:
             header.verify()
 
-    for row in present(near, manifest)[share[0] :: share[1]]:
+    for row in present(local, manifest)[share[0] :: share[1]]:
         try:
             seen_twice(partial(look_at, row))
         except DamagedError as error:
@@ -97,45 +97,45 @@ class Replicator(TierUploader):
         tier: Tier,
         storage: TierStorage,
         writer: LogWriter,
-        far: LogWriter,
+        remote: LogWriter,
         retain: Retain,
         others: Others | None = None,
     ) -> None:
         super().__init__(tier, storage, "torchrelay tier")
-        self._writer, self._far, self._retain, self._others = writer, far, retain, others
+        self._writer, self._remote, self._retain, self._others = writer, remote, retain, others
         self._replicated: list[Position] = []
         self._note()
 
     # Called by the run
 
     @property
-    def far(self) -> Storage:
+    def remote(self) -> Storage:
         """The storage of the remote log."""
-        return self._far.storage
+        return self._remote.storage
 
     @property
     def pending(self) -> tuple[CommittedPosition, ...]:
         """Positions that are only local, oldest first. Sends no request."""
-        return hosts.to_send(self._writer.view, self._far.view)
+        return hosts.to_send(self._writer.view, self._remote.view)
 
     @property
     def needed(self) -> frozenset[str]:
         """Attempts that must stay local under any retention rule."""
-        far = self._far.view
-        return frozenset(entry.attempt_name for entry in self.pending) | hosts.anchor(far)
+        remote = self._remote.view
+        return frozenset(entry.attempt_name for entry in self.pending) | hosts.anchor(remote)
 
     def check(self) -> None:
         """Raise FencedError if another job has the remote log. Sends no request."""
         if self._fenced is not None:
             raise self._fenced
-        self._far.check()
+        self._remote.check()
 
     def wait(self, most: int, patience_secs: float, hurried: Callable[[], bool] = lambda: False) -> bool:
         """Return when at most so many positions are only local; False if late or hurried."""
         deadline = time.monotonic() + patience_secs
         with self._changed:
             while len(self.pending) > most or (
-                not most and self._writer.view.current != self._far.view.current  # a rewind is pending
+                not most and self._writer.view.current != self._remote.view.current  # a rewind is pending
             ):
                 self.check()
                 left = deadline - time.monotonic()
@@ -153,16 +153,16 @@ class Replicator(TierUploader):
     # In the thread
 
     def _step(self) -> bool:
-        near, far = self._writer.view, self._far.view
-        if near.current != far.current:  # it does not have the run's branch yet
+        local, remote = self._writer.view, self._remote.view
+        if local.current != remote.current:  # it does not have the run's branch yet
 
             def follow(state: State) -> tuple[State, Mapping[str, Json]]:
-                near = self._writer.view
-                return hosts.branched_like(state, near.state), hosts.branch_payload(near.current)
+                local = self._writer.view
+                return hosts.branched_like(state, local.state), hosts.branch_payload(local.current)
 
-            self._far.change("rewind", follow)
+            self._remote.change("rewind", follow)
             return True
-        entries = hosts.to_send(near, far)
+        entries = hosts.to_send(local, remote)
         if not entries:
             return False
         self._replicate(entries[0])
@@ -171,7 +171,7 @@ class Replicator(TierUploader):
     def _replicate(self, entry: CommittedPosition) -> None:
         try:
             with progress(f"replicating epoch {entry.position}"):
-                kept = self._far.view.state.tries
+                kept = self._remote.view.state.tries
                 if self._others is None:
                     self.send(entry, kept)
                 elif not self._send_among(entry, kept, self._others):
@@ -184,7 +184,7 @@ class Replicator(TierUploader):
             if isinstance(error, LostPartError):
                 reason, what = str(error), "is abandoned"
             elif isinstance(error, DamagedError) and self._others is not None:
-                reason = damage_of(self._near, entry)  # the rest may be remote, or on another host
+                reason = damage_of(self._local, entry)  # the rest may be remote, or on another host
             elif isinstance(error, DamagedError):
                 result = verify_epoch(self._storage, entry, level="full")
                 reason = result.reason if result.outcome is VerificationStatus.DAMAGED else None
@@ -200,10 +200,10 @@ class Replicator(TierUploader):
 
         Raises LostPartError for an epoch that cannot be completed, and as `send` does.
         """
-        manifest = codec.read(self._near, entry)
+        manifest = codec.read(self._local, entry)
         self.make_directories(manifest)
         self.send_manifest(entry)
-        mine = present(self._near, manifest)
+        mine = present(self._local, manifest)
         self.send_shards(manifest, mine, kept)
         self.send_stats(entry.attempt_name)
         self.sync_directories(manifest)
@@ -230,7 +230,7 @@ class Replicator(TierUploader):
     def _delete_parts(self, entry: CommittedPosition) -> None:
         """Delete reports, so that leaders report again, unless the remote log has the epoch by now."""
         if self._others is not None:
-            delete_parts(self.far, entry.attempt_name, self._others.run, self._others.leaders)
+            delete_parts(self.remote, entry.attempt_name, self._others.run, self._others.leaders)
 
     def _gathered(self, entry: CommittedPosition, others: Others) -> Mapping[int, PlaceReport] | None:
         """Reports of the other leaders about an epoch; None if it is not needed any more."""
@@ -241,7 +241,7 @@ class Replicator(TierUploader):
             looks += 1
             for leader in others.leaders:
                 if leader not in found:
-                    part = read_part(self.far, part_path(entry.attempt_name, others.run, leader))
+                    part = read_part(self.remote, part_path(entry.attempt_name, others.run, leader))
                     if part is not None:
                         found[leader] = part
             if len(found) == len(others.leaders):
@@ -257,7 +257,7 @@ class Replicator(TierUploader):
             after = hosts.mirrored(state, replace(entry, health="ok"))
             return None if after is None else (after, {"entry": entry_json(entry)})
 
-        self._far.change("commit", change)
+        self._remote.change("commit", change)
         with self._changed:
             self._replicated.append(entry.position)
             self._changed.notify_all()
@@ -266,40 +266,40 @@ class Replicator(TierUploader):
         self._delete_parts(entry)
         doubts = ""
         try:
-            doubts = self._retain(self._far)
+            doubts = self._retain(self._remote)
         except StorageError as error:
             doubts = str(error)
         self._note()
         if doubts:
-            self._fail(f"old epochs could not be deleted in {self.far.url}: {doubts}")
+            self._fail(f"old epochs could not be deleted in {self.remote.url}: {doubts}")
 
     def _ask(self) -> None:
         """Raise FencedError if another job has taken the remote log."""
-        self._far.ask()
+        self._remote.ask()
 
     def _named(self, attempt_name: str) -> bool:
         """Whether the remote log needs an attempt."""
-        return attempt_name in self._far.view.state.tries
+        return attempt_name in self._remote.view.state.tries
 
     def _check_going_on(self) -> None:
         """Raise if the upload must stop."""
         super()._check_going_on()
-        self._far.check()
+        self._remote.check()
 
     def _note(self) -> None:
-        far = self._far.view
-        nonce = far.state.holder.get("nonce")
+        remote = self._remote.view
+        nonce = remote.state.holder.get("nonce")
         self._notes = replace(
             self._notes,
             holder=nonce if isinstance(nonce, str) else None,
-            replicated=frozenset(entry.attempt_name for entry in far.entries),
-            generation=self._far.generation,
+            replicated=frozenset(entry.attempt_name for entry in remote.entries),
+            generation=self._remote.generation,
             part=False,
         )
         super()._note()
 
     def _failed(self, error: Exception) -> None:
-        self._fail(f"local saves cannot be sent to {self.far.url} now: {error}")
+        self._fail(f"local saves cannot be sent to {self.remote.url} now: {error}")
 
 
 class PartSender(TierUploader):
@@ -346,7 +346,7 @@ class PartSender(TierUploader):
     def _step(self) -> bool:
         self._forget()
         for name in [entry.attempt_name for entry in self._wanted]:
-            if name in self._reported - self._over and read_part(self.far, self._part(name)) is None:
+            if name in self._reported - self._over and read_part(self.remote, self._part(name)) is None:
                 self._reported.discard(name)  # lost in a power cut, or deleted by rank 0, which asks again
                 self._doubted.add(name)
         while entry := next((one for one in self._wanted if one.attempt_name not in self._reported), None):
@@ -358,18 +358,20 @@ class PartSender(TierUploader):
         manifest = self._manifest(entry)
         if manifest is None:
             return
-        needed, name = self._far_log().state.tries, entry.attempt_name
+        needed, name = self._remote_log().state.tries, entry.attempt_name
         if name in needed:
             self._over.add(name)
         else:
-            write_part(self.far, self._part(name), self._sent(manifest, needed, anew=name in self._doubted))
+            write_part(
+                self.remote, self._part(name), self._sent(manifest, needed, anew=name in self._doubted)
+            )
         self._reported.add(name)
         self._doubted.discard(name)
         self.moved.settle()
 
     def _sent(self, manifest: Manifest, needed: frozenset[str], *, anew: bool) -> PlaceReport:
         """Upload the local files, with `anew` also those damaged there; local damage is verified twice."""
-        rows = present(self._near, manifest)
+        rows = present(self._local, manifest)
         if anew:
             self.doubt(manifest, rows)
         try:
@@ -377,7 +379,7 @@ class PartSender(TierUploader):
             self.send_shards(manifest, rows, needed)
             self.sync_directories(manifest)
         except DamagedError:
-            damage = damage_in(self._near, manifest)
+            damage = damage_in(self._local, manifest)
             if damage is None:
                 raise
             return PlaceReport(damage=damage)
@@ -388,17 +390,17 @@ class PartSender(TierUploader):
 
         def look() -> Manifest | None:
             try:
-                return codec.read(self.far, entry)
+                return codec.read(self.remote, entry)
             except (FileNotFoundError, DamagedError):  # missing or incomplete yet
                 return None
 
         return self._look_until(look, lambda: entry in self._wanted)
 
-    def _far_log(self) -> LogView:
+    def _remote_log(self) -> LogView:
         """The current remote log; StorageError, to be retried, if another launch has it."""
-        view = open_log(self.far, self._job_name)
+        view = open_log(self.remote, self._job_name)
         if view.state.holder.get("nonce") != self._run_nonce:
-            raise StorageError(f"{self.far.url} was taken over by another job")
+            raise StorageError(f"{self.remote.url} was taken over by another job")
         return view
 
     def _part(self, attempt_name: str) -> str:
@@ -406,7 +408,7 @@ class PartSender(TierUploader):
 
     def _named(self, attempt_name: str) -> bool:
         """Whether the remote log needs an attempt."""
-        return attempt_name in self._far_log().state.tries  # sends a request
+        return attempt_name in self._remote_log().state.tries  # sends a request
 
     def _forget(self) -> None:
         with self._changed:
@@ -420,4 +422,4 @@ class PartSender(TierUploader):
                 self._note()
 
     def _failed(self, error: Exception) -> None:
-        self._fail(f"local saves of rank {self._leader} cannot be sent to {self.far.url} now: {error}")
+        self._fail(f"local saves of rank {self._leader} cannot be sent to {self.remote.url} now: {error}")

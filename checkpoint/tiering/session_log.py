@@ -44,74 +44,80 @@ class TierLedger(Ledger):
         self.keeping = keeping
         self.replicator: Replicator | None = None
         """On rank 0, while the logs are held."""
-        self._far_writer: LogWriter | None = None
+        self._remote_writer: LogWriter | None = None
 
     def view(self) -> LogView:
         """The authoritative log: the local one if it is ahead, else the remote one."""
         if self.writer is not None:
             return self.writer.view
-        same_job(self.storage.near, self.storage.far)
-        near = open_log(self.storage.near, self.job_name)
-        far = open_log(self.storage.far, self.job_name)
-        return near if self._is_ahead(near, far, untouched=hosts.notes_of(self.storage).made(far)) else far
+        same_job(self.storage.local, self.storage.remote)
+        local = open_log(self.storage.local, self.job_name)
+        remote = open_log(self.storage.remote, self.job_name)
+        return (
+            local
+            if self._is_ahead(local, remote, untouched=hosts.notes_of(self.storage).made(remote))
+            else remote
+        )
 
     def _looked(self, view: LogView) -> dict[str, Any]:
         """What all processes receive of a view."""
-        far = open_log(self.storage.far, self.job_name)
-        return {**super()._looked(view), "rest": bool(hosts.to_send(view, far))}
+        remote = open_log(self.storage.remote, self.job_name)
+        return {**super()._looked(view), "rest": bool(hosts.to_send(view, remote))}
 
-    def _is_ahead(self, near: LogView, far: LogView, *, untouched: bool) -> bool:
+    def _is_ahead(self, local: LogView, remote: LogView, *, untouched: bool) -> bool:
         """Whether the local log is authoritative; False for one that another host's has replaced."""
         if hosts.is_part(self.storage):
             return False
-        return hosts.is_ahead(near, far, untouched=untouched)
+        return hosts.is_ahead(local, remote, untouched=untouched)
 
     def _taken(self) -> LogWriter:
         """Take the remote log, then the local one, and reconcile them."""
-        near, far = self.storage.near, self.storage.far
-        far.mkdir("")
-        check_exclusion(far)
-        refuse_to_begin(near, far)
-        share_job(near, far, self.job_name)
-        before = open_log(far, self.job_name)
-        far_writer = self._take_log(far)
-        untouched = hosts.notes_of(self.storage).made(before) and before.slot + 1 == far_writer.generation
+        local, remote = self.storage.local, self.storage.remote
+        remote.mkdir("")
+        check_exclusion(remote)
+        refuse_to_begin(local, remote)
+        share_job(local, remote, self.job_name)
+        before = open_log(remote, self.job_name)
+        remote_writer = self._take_log(remote)
+        untouched = hosts.notes_of(self.storage).made(before) and before.slot + 1 == remote_writer.generation
         try:
-            writer = self._take_log(near)
+            writer = self._take_log(local)
             try:
-                self._reconcile(writer, far_writer, untouched=untouched)
+                self._reconcile(writer, remote_writer, untouched=untouched)
             except BaseException:
                 writer.close()
                 raise
         except BaseException:
-            let_go(far_writer, f"the log of {far_writer.storage.url}")
+            let_go(remote_writer, f"the log of {remote_writer.storage.url}")
             raise
-        self._far_writer = far_writer
-        far_ledger = Ledger(far, self.takeover_secs)
-        far_ledger.writer = far_writer
-        retaining = Retaining(far_ledger, self.keeping)
-        others = self._others(far_writer.nonce)
-        self.replicator = Replicator(self.tier, self.storage, writer, far_writer, retaining.at_once, others)
+        self._remote_writer = remote_writer
+        remote_ledger = Ledger(remote, self.takeover_secs)
+        remote_ledger.writer = remote_writer
+        retaining = Retaining(remote_ledger, self.keeping)
+        others = self._others(remote_writer.nonce)
+        self.replicator = Replicator(
+            self.tier, self.storage, writer, remote_writer, retaining.at_once, others
+        )
         self.replicator.start()
         return writer
 
     def _others(self, run: str) -> Others | None:
         return None
 
-    def _reconcile(self, writer: LogWriter, far_writer: LogWriter, *, untouched: bool) -> None:
-        near, far = writer.view, far_writer.view
-        if self._is_ahead(near, far, untouched=untouched):
+    def _reconcile(self, writer: LogWriter, remote_writer: LogWriter, *, untouched: bool) -> None:
+        local, remote = writer.view, remote_writer.view
+        if self._is_ahead(local, remote, untouched=untouched):
             return
 
         def adopt(state: State) -> tuple[State, dict[str, Any]]:
-            return hosts.adopted(state, far.state), dict(hosts.branch_payload(far.current))
+            return hosts.adopted(state, remote.state), dict(hosts.branch_payload(remote.current))
 
-        there = far.state.tries | hosts.notes_of(self.storage).replicated
-        lost = [str(entry.position) for entry in near.line() if entry.attempt_name not in there]
+        there = remote.state.tries | hosts.notes_of(self.storage).replicated
+        lost = [str(entry.position) for entry in local.line() if entry.attempt_name not in there]
         writer.change("rewind", adopt)
         if lost:
             warn(
-                f"{self.storage.far.url} continued without {self.storage.url}: the run follows it, and "
+                f"{self.storage.remote.url} continued without {self.storage.url}: the run follows it, and "
                 f"local saves that were not uploaded (epoch {', '.join(lost)}) are abandoned",
                 stacklevel=2,
             )
@@ -119,17 +125,17 @@ class TierLedger(Ledger):
     @property
     def generation(self) -> int:
         """Generation of the remote log: local ones restart with a new directory."""
-        return super().generation if self._far_writer is None else self._far_writer.generation
+        return super().generation if self._remote_writer is None else self._remote_writer.generation
 
     def ask(self) -> None:
         """Check both logs: a job on another host has its own local log, and takes only the remote one."""
         super().ask()
-        if self._far_writer is not None:
-            self._far_writer.ask()
+        if self._remote_writer is not None:
+            self._remote_writer.ask()
 
     def last_generation(self) -> int:
         """Generation of the remote log, as `generation`."""
-        return open_log(self.storage.far, self.job_name).generation
+        return open_log(self.storage.remote, self.job_name).generation
 
     def commit(self, entry: CommittedPosition) -> None:
         """Append the commit record locally, and begin to upload."""
@@ -174,7 +180,7 @@ class TierLedger(Ledger):
         self._warn_of_failures()
         raise SaveFailedError(
             f"{len(self.replicator.pending)} saved positions are in {self.storage.url} only, the "
-            f"maximum, and none was uploaded to {self.storage.far.url} within "
+            f"maximum, and none was uploaded to {self.storage.remote.url} within "
             f"{self.tier.patience_secs:g} s: fix the connection to it, or allow more (Tier(lag=...))"
         )
 
@@ -189,7 +195,7 @@ class TierLedger(Ledger):
             rest = ", ".join(str(entry.position) for entry in pending)
             warn(
                 f"epoch {rest} is in {self.storage.url} only: the next start with this directory sends it to "
-                f"{self.storage.far.url}",
+                f"{self.storage.remote.url}",
                 stacklevel=2,
             )
         self._warn_of_failures()
@@ -224,12 +230,12 @@ class TierLedger(Ledger):
     def _stop_sending(self) -> None:
         """End the thread, and release the remote log."""
         replicator, self.replicator = self.replicator, None
-        far_writer, self._far_writer = self._far_writer, None
+        remote_writer, self._remote_writer = self._remote_writer, None
         stopped = replicator is None or replicator.stop()
-        if far_writer is not None and stopped:
-            let_go(far_writer, f"the log of {far_writer.storage.url}")
-        elif far_writer is not None:
-            far_writer.close()  # a call may still return: the log must not seem complete
+        if remote_writer is not None and stopped:
+            let_go(remote_writer, f"the log of {remote_writer.storage.url}")
+        elif remote_writer is not None:
+            remote_writer.close()  # a call may still return: the log must not seem complete
 
     def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
         """The same position from the remote, if only its local blocks are damaged; else an older one."""
@@ -262,5 +268,5 @@ class TierLedger(Ledger):
             self.storage.remote_only.difference_update(entry.tries)
         elif peers.rank == 0:
             text = f"the local files of epoch {entry.position} are damaged ({reason}): it is read from"
-            warn(f"{text} {self.storage.far.url}", stacklevel=3)
+            warn(f"{text} {self.storage.remote.url}", stacklevel=3)
         return result

@@ -167,14 +167,14 @@ class TierUploader(Uploader):
     def __init__(self, tier: Tier, storage: TierStorage, name: str) -> None:
         super().__init__(name)
         self.moved = Moved()
-        self._tier, self._storage, self._near = tier, storage, storage.near
+        self._tier, self._storage, self._local = tier, storage, storage.local
         self._notes = notes_of(storage)
         self._failures: list[str] = []
 
     @property
-    def far(self) -> Storage:
+    def remote(self) -> Storage:
         """The remote storage."""
-        return self._storage.far
+        return self._storage.remote
 
     def take_failures(self) -> list[str]:
         """Failures since the last call, for display; the last of many similar ones."""
@@ -188,7 +188,7 @@ class TierUploader(Uploader):
         Raises DamagedError if the local files are damaged, StorageError if a storage fails, or if the remote
         does not have the files afterwards.
         """
-        manifest = codec.read(self._near, entry)
+        manifest = codec.read(self._local, entry)
         self.make_directories(manifest)
         self.send_shards(manifest, manifest.shards, kept)
         self.send_manifest(entry)
@@ -199,41 +199,43 @@ class TierUploader(Uploader):
     def make_directories(self, manifest: Manifest) -> None:
         """Create the directories of all attempts that an epoch needs."""
         for name in _attempts(manifest):
-            self.far.mkdir(attempt_directory(name))
+            self.remote.mkdir(attempt_directory(name))
 
     def sync_directories(self, manifest: Manifest) -> None:
         """Make the names of uploaded files durable."""
         for name in _attempts(manifest):
-            self.far.sync_dir(attempt_directory(name))
-        self.far.sync_dir(DATA)
+            self.remote.sync_dir(attempt_directory(name))
+        self.remote.sync_dir(DATA)
 
     def verify_epoch(self, entry: CommittedPosition, manifest: Manifest) -> None:
         """Raise StorageError unless the remote alone verifies the epoch; damaged files are uploaded again."""
         self._check_going_on()
-        result = verify_epoch(self.far, entry)
+        result = verify_epoch(self.remote, entry)
         if result.verified:
             return
         if result.outcome is VerificationStatus.DAMAGED:
             self._forget_sent(manifest_path(entry.attempt_name))
             self.doubt(manifest, manifest.shards)
-        raise StorageError(f"{self.far.url} does not have what was sent: {result.summary}")
+        raise StorageError(f"{self.remote.url} does not have what was sent: {result.summary}")
 
     def doubt(self, manifest: Manifest, rows: Sequence[ShardRow]) -> None:
         """Find those of these files that are not correct at the remote: they are uploaded again."""
         for row in rows:
             path = shard_path(manifest, row)
             try:
-                read_header(self.far, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256))
+                read_header(
+                    self.remote, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
+                )
             except DamagedError:
                 self._forget_sent(path)
 
     def check_manifest(self, entry: CommittedPosition) -> None:
         """Raise StorageError if the uploaded manifest is missing; it is then uploaded again."""
         try:
-            codec.read(self.far, entry)
+            codec.read(self.remote, entry)
         except (FileNotFoundError, DamagedError) as error:
             self._forget_sent(manifest_path(entry.attempt_name))
-            raise StorageError(f"{self.far.url} does not have what was sent: {error}") from None
+            raise StorageError(f"{self.remote.url} does not have what was sent: {error}") from None
 
     def send_shards(self, manifest: Manifest, rows: Sequence[ShardRow], kept: frozenset[str]) -> None:
         """Upload these files of an epoch, except those that `kept` attempts have there."""
@@ -249,12 +251,12 @@ class TierUploader(Uploader):
     def has_kept(self, manifest: Manifest, row: ShardRow, kept: frozenset[str]) -> bool:
         """Whether a file belongs to a `kept` attempt, and exists."""
         needed = manifest.tries[row.source] in kept
-        return needed and self.far.stat(shard_path(manifest, row)) is not None
+        return needed and self.remote.stat(shard_path(manifest, row)) is not None
 
     def send_manifest(self, entry: CommittedPosition) -> None:
         """Upload the manifest, which is not used before a record names it."""
         path = manifest_path(entry.attempt_name)
-        data = self._near.read_range(path, 0, entry.manifest_bytes)
+        data = self._local.read_range(path, 0, entry.manifest_bytes)
         if not self._was_sent(path, len(data), sha256(data)):
             self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
             self._note_sent(path, len(data), sha256(data))
@@ -263,9 +265,9 @@ class TierUploader(Uploader):
         if self._was_sent(path, row.nbytes, row.header_sha256):
             return
         header = read_header(
-            self._near, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
+            self._local, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
         )
-        start = self._near.read_range(path, 0, row.header_bytes)
+        start = self._local.read_range(path, 0, row.header_bytes)
 
         def write(handle: WriteHandle) -> None:
             handle.preallocate(row.nbytes)
@@ -277,7 +279,7 @@ class TierUploader(Uploader):
                 done += len(window)
                 self.moved.count(path, done)
             if done != row.nbytes or sha256(start) != row.header_sha256:
-                raise StorageError(f"{self._near.url}/{path} changed while it was read: it is sent again")
+                raise StorageError(f"{self._local.url}/{path} changed while it was read: it is sent again")
 
         self._create(path, write)
         self._note_sent(path, row.nbytes, row.header_sha256)
@@ -286,12 +288,12 @@ class TierUploader(Uploader):
         """Upload timings, which are not part of the epoch."""
         with suppress(OSError):
             path = stats_path(attempt_name)
-            self.far.replace(path, self._near.read_range(path, 0, self._near.stat(path) or 0))
+            self.remote.replace(path, self._local.read_range(path, 0, self._local.stat(path) or 0))
 
     def _was_sent(self, path: str, nbytes: int, digest: str) -> bool:
         """Whether the file was uploaded before; an incomplete one is deleted."""
         self._check_going_on()
-        found = self.far.stat(path)
+        found = self.remote.stat(path)
         if found == nbytes and self._notes.sent.get(path) == (nbytes, digest):
             return True
         if found is not None:
@@ -300,11 +302,11 @@ class TierUploader(Uploader):
                 return True
         self._forget_sent(path)
         if found is not None:
-            self.far.delete(path)
+            self.remote.delete(path)
         return False
 
     def _create(self, path: str, write: Callable[[WriteHandle], None]) -> None:
-        handle = self.far.open_exclusive(path)
+        handle = self.remote.open_exclusive(path)
         try:
             write(handle)
             handle.sync_file()
@@ -330,12 +332,12 @@ class TierUploader(Uploader):
     def _forget_sent(self, path: str) -> None:
         """Remove a note durably before a new upload, whose truncated file may have that size already."""
         with self._changed:
-            self._notes = forgotten(self._near, self._notes, path)
+            self._notes = forgotten(self._local, self._notes, path)
 
     def _note(self) -> None:
         """Write the notes; a failure only costs another upload."""
         with suppress(StorageError):
-            write_notes(self._near, self._notes)
+            write_notes(self._local, self._notes)
 
     def _fail(self, text: str) -> None:
         with self._changed:
@@ -401,15 +403,15 @@ def part_path(attempt_name: str, run: str, leader: int) -> str:
     return f"{attempt_directory(attempt_name)}/sent.{run}-{leader}.json"
 
 
-def write_part(far: Storage, path: str, part: PlaceReport) -> None:
+def write_part(remote: Storage, path: str, part: PlaceReport) -> None:
     """Write a report, when all files are durable. Raises StorageError."""
-    far.replace(path, seal("sent", {"paths": list(part.paths), "damage": part.damage}))
+    remote.replace(path, seal("sent", {"paths": list(part.paths), "damage": part.damage}))
 
 
-def read_part(far: Storage, path: str) -> PlaceReport | None:
+def read_part(remote: Storage, path: str) -> PlaceReport | None:
     """Read a report; None without one. Raises StorageError."""
     try:
-        data = sealed_bytes(far, path)
+        data = sealed_bytes(remote, path)
         stored: Mapping[str, object] = unseal("sent", data, path)
     except (FileNotFoundError, DamagedError):  # incomplete, if a store does not replace atomically
         return None
@@ -418,8 +420,8 @@ def read_part(far: Storage, path: str) -> PlaceReport | None:
     return PlaceReport(names, None if damage is None else str(damage))
 
 
-def delete_parts(far: Storage, attempt_name: str, run: str, leaders: tuple[int, ...]) -> None:
+def delete_parts(remote: Storage, attempt_name: str, run: str, leaders: tuple[int, ...]) -> None:
     """Delete reports; those that cannot be deleted go with the attempt."""
     for leader in leaders:
         with suppress(RelayError):
-            far.delete(part_path(attempt_name, run, leader))
+            remote.delete(part_path(attempt_name, run, leader))

@@ -68,7 +68,7 @@ def test_goes_on_where_it_was_cut_off(near: Path, far: Path) -> None:
                 raise StorageError("cut off")
 
     places = Places(near, Scheduled(LocalStorage(far), lambda verb, number: None), uploads=1)  # type: ignore[arg-type]
-    places.storage.far._before = stop
+    places.storage.remote._before = stop
     places.save(0, 0)
     until(lambda: places.replicator._failures)
     places.crash()
@@ -187,8 +187,8 @@ def test_a_file_that_was_lost_and_cut_off_is_sent_again(near: Path, far: Path) -
 
     scheduled = Scheduled(LocalStorage(far), stop)
     places = Places(near, LocalStorage(far), uploads=1)
-    places.storage.far = scheduled  # type: ignore[assignment]
-    places.replicator._far.storage = scheduled
+    places.storage.remote = scheduled  # type: ignore[assignment]
+    places.replicator._remote.storage = scheduled
     entry = places.save(0, 7)
     until(lambda: places.replicator._failures)
     places.crash()
@@ -219,8 +219,8 @@ def test_what_the_far_place_damages_is_sent_again(near: Path, far: Path, ending:
 
     scheduled = Scheduled(LocalStorage(far), stop)
     places = Places(near, LocalStorage(far))
-    places.storage.far = scheduled  # type: ignore[assignment]
-    places.replicator._far.storage = scheduled
+    places.storage.remote = scheduled  # type: ignore[assignment]
+    places.replicator._remote.storage = scheduled
     places.save(0, 7)
     until(lambda: places.replicator._failures)
     places.crash()

@@ -44,7 +44,7 @@ def test_a_frozen_loser_deletes_nothing(near: Path, far: Path, monkeypatch: pyte
     places.save(0, 0)
     places.replicate()
     places.crash()
-    frozen = LogWriter.take(places.storage.far, "test", patience_secs=0.0)
+    frozen = LogWriter.take(places.storage.remote, "test", patience_secs=0.0)
     monkeypatch.setattr(log_writer, "_LIVE", weakref.WeakValueDictionary())  # as in another process
     winner = Places(near, far)
     entry = winner.save(1, 1)

@@ -122,7 +122,7 @@ class NearPlaces:
             for one in (ledger._sender, ledger.replicator):
                 if one is not None:
                     one.stop()
-            for writer in (ledger.writer, ledger._far_writer):
+            for writer in (ledger.writer, ledger._remote_writer):
                 if writer is not None:
                     writer.close()
 

@@ -121,14 +121,14 @@ class Places:
         until(self._is_noted)
 
     def _is_noted(self) -> bool:
-        notes = read_notes(self.storage.near)
-        far = self.replicator._far.view
+        notes = read_notes(self.storage.local)
+        far = self.replicator._remote.view
         return notes is not None and {entry.attempt_name for entry in far.entries} <= notes.replicated
 
     def crash(self) -> None:
         """Let go of everything without a word, as a process that is gone; nothing more is sent."""
         self.replicator.stop()
-        for writer in (self.ledger.writer, self.ledger._far_writer):
+        for writer in (self.ledger.writer, self.ledger._remote_writer):
             writer.close()
 
     def close(self) -> None:
