@@ -62,19 +62,19 @@ from torchrelay.records import Json
 _ATTEMPTS = 8
 
 
-def tag_draft(name: str, target: Key | None, generation: int | None = None) -> RecordDraft:
+def tag_draft(name: str, target: Key | None) -> RecordDraft:
     """Give an epoch a name, or move the name to it; None deletes the name. UsageError for a bad name."""
-    return _mark_draft("tag", "tag", name, target, generation)
+    return _mark_draft("tag", "tag", name, target)
 
 
-def pin_draft(name: str, target: Key, generation: int | None = None) -> RecordDraft:
+def pin_draft(name: str, target: Key) -> RecordDraft:
     """Keep an epoch for the reason `name`, one at a time. UsageError for a bad name."""
-    return _mark_draft("pin", "pin", name, target, generation)
+    return _mark_draft("pin", "pin", name, target)
 
 
-def unpin_draft(name: str, generation: int | None = None) -> RecordDraft:
+def unpin_draft(name: str) -> RecordDraft:
     """Remove the pin `name`."""
-    return _mark_draft("unpin", "pin", name, None, generation)
+    return _mark_draft("unpin", "pin", name, None)
 
 
 def append_as_guest(storage: Storage, draft: RecordDraft, job_name: str | None = None) -> LogView:
@@ -101,7 +101,7 @@ def append_as_guest(storage: Storage, draft: RecordDraft, job_name: str | None =
     raise StorageError(f"{storage.url}/{LOG} changes faster than it can be read: try again later")
 
 
-def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation: int | None) -> RecordDraft:
+def _mark_draft(kind: str, mark: str, name: str, target: Key | None) -> RecordDraft:
     if target is not None:
         check_mark_name(name)
 
@@ -113,7 +113,7 @@ def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation:
             after = changes.marked(state, TagOrPin(mark, name, target))
         return None if after == state else (after, {"name": name, "target": place})
 
-    return RecordDraft(kind, change, generation)
+    return RecordDraft(kind, change)
 
 
 Choose = Callable[[LogView], Iterable[Retirement]]
@@ -281,23 +281,11 @@ class LogWriter:
 
         return self.change("quarantine", change)
 
-    def tag(self, name: str, target: Key | None) -> LogView:
-        """Give an epoch a name, or delete the name (None)."""
-        return self._append_draft(tag_draft(name, target, self.generation))
-
-    def pin(self, name: str, target: Key) -> LogView:
-        """Keep an epoch for the reason `name`."""
-        return self._append_draft(pin_draft(name, target, self.generation))
-
-    def unpin(self, name: str) -> LogView:
-        """Remove the pin `name`."""
-        return self._append_draft(unpin_draft(name, self.generation))
-
     def change(
         self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
     ) -> LogView:
         """Append a record that follows another log of this job; None of `change` appends nothing."""
-        return self._append_draft(RecordDraft(kind, change, self.generation))
+        return self.append_draft(RecordDraft(kind, change))
 
     def forget(self, deleted: Iterable[Retirement]) -> None:
         """Remove retirements that are deleted completely from the next record."""
@@ -348,7 +336,8 @@ class LogWriter:
 
         self._beat = Beat(beat, period_secs)
 
-    def _append_draft(self, draft: RecordDraft) -> LogView:
+    def append_draft(self, draft: RecordDraft) -> LogView:
+        """Append a record of this writer, durably; returns the log after it."""
         if self._is_forked:
             raise NotAllowedNowError(
                 f"{self.storage.url} is held by process {self._process}, from which this one was forked: "
@@ -361,7 +350,9 @@ class LogWriter:
             try:
                 change = draft.change
                 deleted = frozenset(self._deleted)
-                draft = replace(draft, change=lambda state: change(changes.forgotten(state, deleted)))
+                draft = RecordDraft(
+                    draft.kind, lambda state: change(changes.forgotten(state, deleted)), self.generation
+                )
                 self._tail, record = append(self.storage, self._tail, draft)
             except OvertakenError:
                 raise self._fence() from None

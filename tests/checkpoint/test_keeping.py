@@ -18,6 +18,7 @@ from torchrelay.checkpoint.log.retention import (
     Scores,
 )
 from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.writer import pin_draft
 from torchrelay.errors import UsageError
 
 COUNTS = st.one_of(st.none(), st.integers(1, 5))
@@ -152,7 +153,7 @@ def test_what_is_foretold_is_what_happens(story: tuple[LogView, Keeping], suspec
         if not one.healthy:
             writer.quarantine(one.key, "a test said so")
     for mark in view.state.marks:
-        writer.pin(mark.name, mark.target)
+        writer.append_draft(pin_draft(mark.name, mark.target))
     foretold = keeping.after(writer.view, suspects)
     keeping.retire(writer, suspects)
     assert writer.view.state == foretold

@@ -8,6 +8,7 @@ from log_helpers import CrashError, Fault, MemoryStorage, entry, sweep, take
 from torchrelay.checkpoint.format.position import Key, Position, Retirement
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.writer import tag_draft
 from torchrelay.errors import StorageError
 
 
@@ -32,7 +33,7 @@ def story(storage, states):
     try:
         for epoch in range(3):
             step(lambda epoch=epoch: writer.commit(entry(epoch)))
-        step(lambda: writer.tag("best", Key(0, Position(1))))
+        step(lambda: writer.append_draft(tag_draft("best", Key(0, Position(1)))))
         step(lambda: sweep(writer, Keeping(1)))
         step(lambda: writer.rewind(Position(1), {"epoch": 1}))
         step(lambda: writer.commit(entry(2, branch=1)))

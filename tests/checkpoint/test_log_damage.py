@@ -202,7 +202,7 @@ def test_thinning_keeps_a_base_file_beside_a_record_that_cannot_be_read(how):
     for epoch in range(70):
         writer.commit(entry(epoch))
     while writer.view.slot < 71 + 256:  # other jobs look at an epoch, say: the base file stays what it is
-        writer.tag("seen", Key(0, Position(writer.view.slot % 2)))
+        writer.append_draft(tag_draft("seen", Key(0, Position(writer.view.slot % 2))))
     (base,) = [name for name in storage.files if "/base-" in name]
     thinned_next = writer.view.slot + 1 - 256
     assert base.encode().rpartition(b"/")[2] in storage.files[slot_path(thinned_next)]
@@ -210,7 +210,7 @@ def test_thinning_keeps_a_base_file_beside_a_record_that_cannot_be_read(how):
         storage.bad = slot_path(thinned_next + 1)
     else:
         storage.files[slot_path(thinned_next + 1)] = b"{}"
-    writer.tag("seen", Key(0, Position(5)))
+    writer.append_draft(tag_draft("seen", Key(0, Position(5))))
     storage.bad = ""
     assert slot_path(thinned_next) not in storage.files, "it was thinned"
     assert base in storage.files

@@ -211,9 +211,9 @@ def test_tags_and_pins_are_taken_over_by_the_writer():
     assert view.tagged("best") == entry(0)
     assert open_log(storage) == view
     append_as_guest(storage, unpin_draft("paper"))
-    assert writer.tag("best", Key(0, Position(1))).tagged("best") == entry(1)
+    assert writer.append_draft(tag_draft("best", Key(0, Position(1)))).tagged("best") == entry(1)
     assert [mark.name for mark in writer.view.state.marks] == ["best"]
-    assert writer.tag("best", None).state.marks == ()
+    assert writer.append_draft(tag_draft("best", None)).state.marks == ()
 
 
 @pytest.mark.parametrize("marks", [255, 256, 300])

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.log import chain
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import decode, read_job, slot_path
 from torchrelay.checkpoint.log.state import History, lost_bases, read_history
-from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft
+from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError
 from torchrelay.tools.cli.main import main
@@ -206,12 +206,12 @@ def test_base_files_of_old_multiples_of_256_are_no_orphans(tmp_path: Path) -> No
         make(root)
         with Writing(root, "mended") as run:
             while run.log.view.slot < 256:
-                run.log.tag("seen", Key(1, Position(11 + run.log.view.slot % 2)))
+                run.log.append_draft(tag_draft("seen", Key(1, Position(11 + run.log.view.slot % 2))))
             old = base_at(root, 256)
             for epoch in range(EPOCHS, EPOCHS + 2 * INLINE):
                 run.save(epoch, LEAVES)
             while run.log.view.slot < 3 * 256:
-                run.log.tag("seen", Key(1, Position(11 + run.log.view.slot % 2)))
+                run.log.append_draft(tag_draft("seen", Key(1, Position(11 + run.log.view.slot % 2))))
             assert old != base_at(root, 3 * 256) and not (root / slot_path(257)).exists()
         (root / "log/base-00ff00ff.json").write_bytes(b"{}")
         live = proved(root)

@@ -17,6 +17,7 @@ from torchrelay.checkpoint.format.position import Retirement
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
+from torchrelay.checkpoint.log.writer import tag_draft
 from torchrelay.errors import DirectoryInUseError, FencedError
 
 STARTERS = Path(__file__).resolve().parent.parent / "programs" / "starters.py"
@@ -66,7 +67,7 @@ ACTIONS = {
     "commit": lambda writer: writer.commit(next_of(writer)),
     "rewind": lambda writer: writer.rewind(entry(0).position, {"epoch": 0}),
     "retire": lambda writer: writer.retire([Retirement(entry(0).attempt_name)]),
-    "tag": lambda writer: writer.tag("best", entry(0).key),
+    "tag": lambda writer: writer.append_draft(tag_draft("best", entry(0).key)),
     "release": lambda writer: writer.release(),
 }
 

@@ -31,7 +31,7 @@ def test_guests_that_pass_a_multiple_of_256_do_not_fence_the_writer():
         writer = LogWriter.take(disk, "job", patience_secs=0.0)
         writer.commit(entry(0, 1))
         while writer.view.slot < 253:
-            writer.tag("best", FIRST if writer.view.slot % 2 else None)
+            writer.append_draft(tag_draft("best", FIRST if writer.view.slot % 2 else None))
         append_as_guest(disk, pin_draft("reader", FIRST), "job")
         append_as_guest(disk, unpin_draft("reader"), "job")
         append_as_guest(disk, pin_draft("reader", FIRST), "job")
@@ -47,7 +47,7 @@ def test_a_guest_behind_a_fresh_slot_255_does_not_make_its_writer_take_it_back()
         writer = LogWriter.take(disk, "job", patience_secs=0.0)
         writer.commit(entry(0, 1))
         while writer.view.slot < 254:
-            writer.tag("best", FIRST if writer.view.slot % 2 else None)
+            writer.append_draft(tag_draft("best", FIRST if writer.view.slot % 2 else None))
 
         def tag_at_once(verb, path):
             if verb == "link" and path.endswith("0255.json"):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.format.position import Facts, Key, Position
 from torchrelay.checkpoint.log.view import EpochQuery
+from torchrelay.checkpoint.log.writer import tag_draft
 from torchrelay.errors import RelayError, UnknownEpochError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.remote_runs.resolve import Selector, parse_selector, select
@@ -33,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Writing(directory.checkpoints, "digits") as writing:
         for epoch, score in SCORES.items():
             writing.save(epoch, LEAVES, facts=Facts(metrics={"score": score, "lr": 0.1}))
-        writing.log.tag("a@b", Key(0, Position(2)))
+        writing.log.append_draft(tag_draft("a@b", Key(0, Position(2))))
         writing.log.rewind(Position(3), {"epoch": 3})
         writing.save(4, LEAVES, facts=Facts(metrics={"lr": 0.1}))
     return directory.path

@@ -15,6 +15,7 @@ import torch
 from epochs import Writing, moment, parameter, value
 
 from torchrelay.checkpoint.format.position import Facts, Key, Position, Retirement
+from torchrelay.checkpoint.log.writer import tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
@@ -40,7 +41,7 @@ def run(tmp_path: Path) -> Path:
         writing.log.rewind(Position(1), {"epoch": 1})
         writing.save(2, leaves, nodes=1)
         writing.save(3, leaves, nodes=1, facts=Facts(metrics={"loss": float("nan")}))
-        writing.log.tag("good", Key(1, Position(3)))
+        writing.log.append_draft(tag_draft("good", Key(1, Position(3))))
     return directory.path
 
 

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.format.position import Facts, Key, Position
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter, pin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
 
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             facts = Facts(metrics={} if value is None else {"val/acc": value, "loss": 1.0})
             before = (writing.manifests[Position(5)], ["w"]) if epoch == 6 else None
             writing.save(epoch, leaves, facts=facts, referenced=before)
-        writing.log.pin("paper", Key(0, Position(3)))
+        writing.log.append_draft(pin_draft("paper", Key(0, Position(3))))
     return run.path
 
 
