@@ -117,7 +117,7 @@ class Ledger:
                     raise
                 return {**self._looked(LogView()), "notices": [str(error)]}
 
-        found = decide(peers, "read the log", look, by=self.reader)
+        found = decide(peers, "read the log", look, by=self.reader_of(peers))
         facts = None if found["facts"] is None else position.facts_of(found["facts"], "the log")
         return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
 
@@ -140,12 +140,11 @@ class Ledger:
         }
 
     def view(self) -> LogView:
-        """The current log: this process's own view while it holds the log. On rank `reader` only."""
+        """The current log: this process's own view while it holds the log. On rank `reader_of` only."""
         return self.writer.view if self.writer is not None else open_log(self.storage, self.job_name)
 
-    @property
-    def reader(self) -> int:
-        """The rank that reads the log."""
+    def reader_of(self, peers: Peers) -> int:
+        """The rank that reads the log. All processes together."""
         return 0
 
     def may_name(self, entry: CommittedPosition) -> bool:
@@ -157,7 +156,9 @@ class Ledger:
 
     def find(self, peers: Peers, epoch: int) -> CommittedPosition:
         """The entry of an epoch as seen from the current branch; UnknownEpochError lists what exists."""
-        found = decide(peers, "find the epoch", lambda: entry_json(self._known(epoch)), by=self.reader)
+        found = decide(
+            peers, "find the epoch", lambda: entry_json(self._known(epoch)), by=self.reader_of(peers)
+        )
         return entry_of(found, "the log")
 
     def find_or_none(self, peers: Peers, epoch: int) -> CommittedPosition | None:
@@ -166,7 +167,7 @@ class Ledger:
         def find() -> list[Any]:
             return [entry_json(entry) for entry in (self.view().find(epoch),) if entry is not None]
 
-        found = decide(peers, "find the epoch", find, by=self.reader)
+        found = decide(peers, "find the epoch", find, by=self.reader_of(peers))
         return entry_of(found[0], "the log") if found else None
 
     def _known(self, epoch: int) -> CommittedPosition:

@@ -350,7 +350,9 @@ def _begun(storage: Storage) -> list[tuple[str, str]]:
 
 def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> RecordDraft:
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    holder = {**me.json(), **job.repeated(), "nonce": nonce, "since": since}
+    # What `job.json` states, too, without the uuid, which is in every record.
+    repeated = {"job": job.name, "created": job.created, "named": job.named}
+    holder = {**me.json(), **repeated, "nonce": nonce, "since": since}
 
     def change(state: State) -> tuple[State, Mapping[str, Json]]:
         return replace(state, holder=holder, released=False), {"reason": reason}

@@ -365,10 +365,6 @@ class JobFile:
         said = "the log has the same data, and the next start or torchrelay ckpt repair writes it again"
         return (f"{self.damage}; {said}",) if self.damage else ()
 
-    def repeated(self) -> dict[str, Any]:
-        """The part that the log's holder repeats; the uuid is in every record."""
-        return {"job": self.name, "created": self.created, "named": self.named}
-
     def as_repeated(self, holder: Mapping[str, Any]) -> JobFile:
         """The job as the log's holder states it, with `damage` if the file differs."""
         stated = repeated_in(self.uuid, holder)

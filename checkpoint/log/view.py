@@ -146,10 +146,6 @@ class LogView:
         """The live entry with exactly this branch and position."""
         return next((entry for entry in self.entries if entry.key == key), None)
 
-    def lineage(self) -> tuple[Branch, ...]:
-        """The current branch, its parent, and so on to the first."""
-        return tuple(branch for branch, _ in lineage_of(self.state, self.state.current))
-
     def abandoned(self) -> tuple[CommittedPosition, ...]:
         """Live entries that are not visible from the current branch."""
         seen = {entry.key for entry in self.line()}

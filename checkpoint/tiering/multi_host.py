@@ -64,25 +64,15 @@ class HostsLedger(TierLedger):
         """The ranks that share each local directory."""
         return self._places or self._guess or Places()
 
-    @property
-    def reader(self) -> int:
+    def reader_of(self, peers: Peers) -> int:
         """Before the log is taken: the rank with the authoritative local log, on any host."""
+        self._know(peers)
         return self._reader if self.holding is None else 0
 
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
         """As `TierLedger.look`; reads the authoritative local log on any host."""
         self._survey(peers)
         return super().look(peers)
-
-    def find(self, peers: Peers, epoch: int) -> CommittedPosition:
-        """As `Ledger.find`."""
-        self._know(peers)
-        return super().find(peers, epoch)
-
-    def find_or_none(self, peers: Peers, epoch: int) -> CommittedPosition | None:
-        """As `Ledger.find_or_none`."""
-        self._know(peers)
-        return super().find_or_none(peers, epoch)
 
     def check(self, peers: Peers, epoch: int) -> None:
         """Skip an epoch on several hosts: it is verified after its upload, once the log is taken."""
@@ -325,7 +315,7 @@ class HostsLedger(TierLedger):
             entry, remote = self.view().find(epoch), open_log(self.storage.remote, self.job_name)
             return entry is not None and all(one.attempt_name != entry.attempt_name for one in remote.entries)
 
-        if outside and decide(peers, "near only", local_only, by=self.reader):
+        if outside and decide(peers, "near only", local_only, by=self.reader_of(peers)):
             raise StorageError(
                 f"epoch {epoch} is in the local directories of several hosts only, and none of them has "
                 "all of it: start the run, which sends it first, and load it then"

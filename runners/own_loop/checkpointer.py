@@ -223,8 +223,8 @@ class Checkpointer:
     @property
     def epochs(self) -> tuple[int, ...]:
         """The epochs that are committed, ascending."""
-        ledger = self._engine.ledger
-        return tuple(decide(self._bound().peers, "epochs", lambda: ledger.view().epochs(), by=ledger.reader))
+        ledger, peers = self._engine.ledger, self._bound().peers
+        return tuple(decide(peers, "epochs", lambda: ledger.view().epochs(), by=ledger.reader_of(peers)))
 
     def close(self) -> None:
         """Wait for the save in flight, and let the directory go; the objects stay as they are."""

@@ -383,7 +383,7 @@ def load_best(life: Life, manager: Manager) -> int:
         return result.entry.position.epoch
 
     engine.ledger.look(session.peers)  # with local logs per host this finds the authoritative one
-    epoch = int(decide(session.peers, "best epoch", choose, by=engine.ledger.reader))
+    epoch = int(decide(session.peers, "best epoch", choose, by=engine.ledger.reader_of(session.peers)))
     target = engine.ledger.verify_epoch(session.peers, epoch, whole=False)
     engine.say = life.journal.say
     session.begin(life.state)

@@ -16,6 +16,7 @@ from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
 from torchrelay.checkpoint.log.record import decode, open_job, slot_path
+from torchrelay.checkpoint.log.view import lineage_of
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import (
@@ -129,7 +130,7 @@ def test_lookups_after_a_rewind():
     assert view.epochs() == (0, 1, 2, 3)
     assert view.epochs(branch=0) == tuple(range(8))
     assert [one.position.epoch for one in view.abandoned()] == [3, 4, 5, 6, 7]
-    assert [branch.id for branch in view.lineage()] == [1, 0]
+    assert [branch.id for branch, _ in lineage_of(view.state, view.current.id)] == [1, 0]
     assert view.begun_by == {"epoch": 2, "process": "a"}
     assert view.newest() == entry(3, branch=1)
 
