@@ -65,12 +65,8 @@ _SHORT = (type(None), bool, int, float)
 """JSON that is short for any value, so that its length decides nothing."""
 
 
-@dataclass(frozen=True, eq=False)
-class Structure:
-    """Specs and owners of a node's leaves, in order. Immutable."""
-
-    specs: tuple[LeafSpec, ...]
-    scopes: Mapping[str, str]
+Structure = tuple[tuple[LeafSpec, ...], Mapping[str, str]]
+"""Specs of a node's leaves, in order, and their scopes by name; neither ever changes."""
 
 
 @dataclass(eq=False)
@@ -93,9 +89,9 @@ class NodeHistory:
         Raises BlobError for placements and dtypes that have no stored form.
         """
         last = self.last
-        specs = _described(leaves, last.specs if last else (), self.orders)
-        if last is None or scopes != last.scopes or not _same(specs, last.specs):
-            last = self.last = Structure(specs, dict(scopes))
+        specs = _described(leaves, last[0] if last else (), self.orders)
+        if last is None or scopes != last[1] or not _same(specs, last[0]):
+            last = self.last = specs, dict(scopes)
         return last
 
     def began(self, built: Mapping[str, Any], orders: Mapping[str, Order]) -> None:
@@ -225,35 +221,35 @@ def capture(
     learning = {leaf.blob for leaf in listed if leaf.frozen is False}
     gradients = gradient_leaves(objects, names, selection.saves, learning)
     leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
-    structure = history.structure(leaves, scopes_of(leaves, members, objects, demoted))
+    specs, scopes = history.structure(leaves, scopes_of(leaves, members, objects, demoted))
     start = history.start
     # The value that `ctx[name] = ...` put in place of an array may have another form.
     arrays = arrays_of(built_by_program(workspace)) if start is not None and start.arrays else {}
     relations = groups_of(objects), history.overlaps(leaves), arrays
-    specs, known = history.rehearsed
-    if known != relations or not _same(structure.specs, specs):
+    fitting, known = history.rehearsed
+    if known != relations or not _same(specs, fitting):
         chosen = {leaf.name for leaf in leaves}
         rehearse(
             _as_started(workspace, members),
             leaves,
-            structure.specs,
+            specs,
             states,
             str(place),
             kept={leaf.name for leaf in listed if leaf.name not in chosen},
             shown=history.shown,
             changed=history.changes(built_by_program(workspace), selection, not_resumed),
         )
-        history.rehearsed = structure.specs, relations
+        history.rehearsed = specs, relations
         if history.shown is None:  # the first ones stand for the initial objects
-            history.shown = frozenset(spec.name for spec in structure.specs if spec.role is Role.SUBCLASS)
-    for leaf, spec in zip(leaves, structure.specs, strict=True):
+            history.shown = frozenset(spec.name for spec in specs if spec.role is Role.SUBCLASS)
+    for leaf, spec in zip(leaves, specs, strict=True):
         if spec.sharding is not None:
             _check_local(leaf, spec, spec.sharding, place)
     return NodeState(
         replace(place, name=stored_name),
         {leaf.name: leaf for leaf in leaves},
-        structure.specs,
-        structure.scopes,
+        specs,
+        scopes,
         objects,
         names,
     )

@@ -82,9 +82,9 @@ def changed(node: Node, change: tuple[str, str]) -> Node:
 def state_of(rank: int, node: Node, histories: dict[str, NodeHistory]) -> NodeState:
     leaves = [leaf for leaf, _ in node.values()]
     scopes = {name: scope for name, (_, scope) in node.items()}
-    found = histories[NAMES[rank]].structure(leaves, scopes)
+    specs, scopes = histories[NAMES[rank]].structure(leaves, scopes)
     place = NodePlace(NAMES[rank], rank, NODES, f"host{HOSTS[rank]}", HOSTS[rank])
-    return NodeState(place, {leaf.name: leaf for leaf in leaves}, found.specs, found.scopes, {})
+    return NodeState(place, {leaf.name: leaf for leaf in leaves}, specs, scopes, {})
 
 
 def unsized(found: Any) -> Any:
