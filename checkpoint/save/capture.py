@@ -21,7 +21,7 @@ from torchrelay.checkpoint.format.dtypes import logical_name
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import place_of
-from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.names import format_key, nearest
 from torchrelay.checkpoint.format.position import Position, Selection, matches_any
 from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.state.checkpoint_set import (
@@ -174,6 +174,8 @@ class NodeState:
     objects: Mapping[str, Any]
     names: Mapping[int, str] = field(default_factory=dict)
     """Names of the leaves of parameters, by id; empty if not recorded."""
+    staged: Mapping[str, memoryview] = field(default_factory=dict)
+    """Copies of what is written, by the key under which a shard holds it; they are written instead."""
 
     @property
     def rank(self) -> int:
@@ -181,8 +183,9 @@ class NodeState:
         return self.place.rank
 
     def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
-        """The bytes of a tensor that this node writes."""
-        return self.tensor(assignment)
+        """The bytes of a tensor that this node writes: the staged copy, if there is one."""
+        staged = self.staged.get(format_key(assignment.key)) if self.staged else None
+        return self.tensor(assignment) if staged is None else staged
 
     def tensor(self, assignment: Assignment) -> torch.Tensor:
         """That part without a copy: a whole tensor, a flat range of elements, or a box of its shard."""

@@ -13,7 +13,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import field
+from dataclasses import field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -269,19 +269,6 @@ def _state_of(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Any:
     return _memory_of(found) if isinstance(found, torch.Tensor) else found
 
 
-@dataclass(frozen=True)
-class StagedState(NodeState):
-    """A node whose pieces are in staging memory and are written from there."""
-
-    staged: Mapping[str, memoryview] = field(default_factory=dict)
-    """By the key under which a shard holds the piece."""
-
-    def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
-        """The staged copy of what this node writes of a leaf."""
-        staged = self.staged.get(format_key(assignment.key))
-        return super().piece(assignment) if staged is None else staged
-
-
 @dataclass(frozen=True, eq=False)
 class LatePiece:
     """A late copy: source, target, and what the source was at the moment of the save.
@@ -426,7 +413,7 @@ class StagedCopies:
 
 def stage(
     states: Sequence[NodeState], pieces: Pieces, block: Block, verify: Verify, blocking: Collection[str]
-) -> tuple[StagedCopies, tuple[StagedState, ...]]:
+) -> tuple[StagedCopies, tuple[NodeState, ...]]:
     """Copy what must be copied now, and prepare the late copies; leaves of `blocking` blobs are early.
 
     `pieces` are those of the states, in their order; the block has room for them. Raises BlobError for
@@ -441,8 +428,7 @@ def stage(
             find = late.get(leaf.name) if one.nbytes > SAMPLE_BYTES and leaf.blob not in blocking else None
             _stage_one(copies, state, one, target, find)
         views = {one.key: block.view[one.at : one.at + one.nbytes] for one in part}
-        kept = (state.place, state.leaves, state.specs, state.scopes, state.objects, state.names)
-        staged.append(StagedState(*kept, views))
+        staged.append(replace(state, staged=views))
     return copies, tuple(staged)
 
 
