@@ -13,7 +13,7 @@ node whose class has an identical leaf.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,6 @@ from torchrelay.checkpoint.save.assignments import (
     same,
 )
 from torchrelay.errors import SaveFailedError
-from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
@@ -113,22 +112,6 @@ PLAN_VERSION = 2
 SPLIT_ROLES = ("parameter", "optimizer")
 
 
-@dataclass(frozen=True)
-class PlanInputs:
-    """Everything that decides a plan.
-
-    `scopes` is the scope of leaves by name (default `replicated`), `hosts` the host number of every node.
-    Leaves in `referenced` are unchanged since an earlier attempt, which keeps them: they are not written and
-    have no rows.
-    """
-
-    classes: tuple[NodeClass, ...]
-    cut: int = CUT_BYTES
-    scopes: Mapping[str, str] = field(default_factory=dict)
-    hosts: tuple[int, ...] | None = None
-    referenced: frozenset[str] = frozenset()
-
-
 def plan_classes(
     classes: Sequence[NodeClass],
     *,
@@ -137,13 +120,16 @@ def plan_classes(
     hosts: Sequence[int] | None = None,
     referenced: Collection[str] = (),
 ) -> SavePlan:
-    """Plan a save of nodes of several classes; see `PlanInputs`."""
-    given_hosts = None if hosts is None else tuple(hosts)
-    question = PlanInputs(tuple(classes), cut, dict(scopes or {}), given_hosts, frozenset(referenced))
-    held = _holders(question.classes, question.referenced)
+    """Plan a save of nodes of several classes.
+
+    `scopes` is the scope of leaves by name (default `replicated`), `hosts` the host number of every node.
+    Leaves in `referenced` are unchanged since an earlier attempt, which keeps them: they are not written and
+    have no rows.
+    """
+    held, given = _holders(classes, frozenset(referenced)), scopes or {}
     rows = tuple(leaf for leaf, _ in held)
-    layouts, numbers, scope_of = _Layouts(), [-1] * len(rows), question.scopes
-    stated = ["sharded" if one.sharding is not None else scope_of.get(one.name, "replicated") for one in rows]
+    layouts, numbers = _Layouts(), [-1] * len(rows)
+    stated = ["sharded" if one.sharding is not None else given.get(one.name, "replicated") for one in rows]
     strings: dict[tuple[int, str], tuple[tuple[int, ...], list[int]]] = {}  # of node sets by identity
     for row, (leaf, nodes) in enumerate(held):
         if leaf.sharding is not None:
@@ -156,13 +142,13 @@ def plan_classes(
         ):
             strings.setdefault((id(nodes), leaf.group), (nodes, []))[1].append(row)
         else:
-            numbers[row] = layouts.unsplit(stated[row], nodes, question.hosts)
+            numbers[row] = layouts.unsplit(stated[row], nodes, hosts)
     for nodes, _, members in sorted((nodes, group, rows) for (_, group), (nodes, rows) in strings.items()):
         number = layouts.number(_split_layout(nodes, members, rows, cut))
         for row in members:
             numbers[row] = number
     planned = table(PlannedLeaf, zip(rows, stated, numbers, strict=True))
-    return SavePlan(planned, tuple(layouts.found), plan_hash(question))
+    return SavePlan(planned, tuple(layouts.found), plan_hash(classes, cut, given, hosts, referenced))
 
 
 def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
@@ -170,19 +156,25 @@ def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
     return {name: scope for name, scope in scopes.items() if scope != "replicated"}
 
 
-def plan_hash(question: PlanInputs) -> str:
+def plan_hash(
+    classes: Sequence[NodeClass],
+    cut: int,
+    scopes: Mapping[str, str],
+    hosts: Sequence[int] | None,
+    referenced: Collection[str],
+) -> str:
     """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
-    classes = [
+    rows = [
         b"[%b,%b]" % (canonical_json.dumps_read(one.nodes), canonical_json.dumps(one.digest))
-        for one in question.classes
+        for one in classes
     ]
     stated = {
         "version": canonical_json.dumps(PLAN_VERSION),
-        "cut": canonical_json.dumps(question.cut),
-        "scopes": canonical_json.dumps(unusual(question.scopes)),
-        "hosts": canonical_json.dumps_read(question.hosts),
-        "referenced": canonical_json.dumps(sorted(question.referenced)),
-        "classes": b"[%b]" % b",".join(classes),
+        "cut": canonical_json.dumps(cut),
+        "scopes": canonical_json.dumps(unusual(scopes)),
+        "hosts": canonical_json.dumps_read(None if hosts is None else tuple(hosts)),
+        "referenced": canonical_json.dumps(sorted(referenced)),
+        "classes": b"[%b]" % b",".join(rows),
     }
     return canonical_json.sha256(canonical_json.object_of(stated))
 
