@@ -153,21 +153,7 @@ class MultiNodeCheckpointManager(Manager):
 
 
 class ManagerOptions(TypedDict, total=False):
-    """Options that a JobRunner passes to its manager; None is the manager's default.
-
-    Attributes:
-        keep_last, keep_every, keep_best, keep_optimizer_last: which epochs are kept.
-        asynchronous, staging_limit, verify_staging: saves in the background; `staging_limit` is in bytes.
-        reuse: whether unchanged leaves are referenced instead of written.
-        include, exclude: patterns of the leaves to save.
-        share_reads: whether hosts read for each other.
-        compare_every: epochs between full comparisons of replicas.
-        single_writer: who ensures that only one job writes.
-        tier: local directory with background upload to the checkpoints' own.
-        rename: new names by stored names.
-        resume_exclude: patterns of leaves that keep the program's value where the stored one does not fit.
-        resume_strict: raise for blobs that are new or no longer registered.
-    """
+    """Options of `MultiNodeCheckpointManager` that a JobRunner passes; None is the manager's default."""
 
     keep_last: int | None
     keep_every: int | None

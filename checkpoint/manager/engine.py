@@ -59,21 +59,7 @@ Members = dict[str, dict[str, SetMember]]
 
 
 class Engine:
-    """Saves and loads the nodes of a session.
-
-    Args:
-        prefix: directory or URL of the checkpoints.
-        keeping: which epochs retention keeps.
-        takeover_secs: seconds without a heartbeat after which another job may take the directory over.
-        background: writes saves of a run after `save` has returned; see `settle`. None: saves are
-            synchronous.
-        reuse: reference unchanged leaves instead of writing them; None: only without a background.
-        selection: which leaves are saved.
-        share_reads: have one host read what all nodes load, and send it to the others.
-        compare_every: epochs between full comparisons of replicas (10).
-        single_writer: "external" skips the check that a second writer is kept out.
-        tier: local directory with background upload to `prefix`.
-        resume: what a load of all may change where the program differs from the one that saved.
+    """Saves and loads the nodes of a session; its options are those of `MultiNodeCheckpointManager`.
 
     `ledger` is the session's log, `retaining` applies `keeping`. `say` gets a line per change; None: rank 0
     warns.
