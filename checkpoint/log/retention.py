@@ -41,18 +41,6 @@ def whole_epochs(view: LogView) -> tuple[CommittedPosition, ...]:
     return tuple(entry for entry in view.line() if entry.position.boundary)
 
 
-def _over(entry: CommittedPosition, view: LogView) -> bool:
-    """Whether a newer whole epoch of the line can be resumed from."""
-    newest = view.newest(boundary=True)
-    return newest is not None and newest.position > entry.position
-
-
-def _passed(entry: CommittedPosition, view: LogView) -> bool:
-    """Whether the current branch, beyond its base, has gone further than an abandoned entry."""
-    own = [one.position for one in view.candidates() if one.branch == view.current.id]
-    return bool(own) and own[0] > entry.position
-
-
 def _resumable(line: Iterable[CommittedPosition]) -> list[CommittedPosition]:
     return [entry for entry in line if entry.healthy and entry.resumable]
 
@@ -160,12 +148,15 @@ class Keeping:
             return tuple(Retirement(one.attempt_name) for one in named if one.attempt_name not in needed)
         view = _suspecting(view, suspects)
         kept = self.kept(whole_epochs(view)) | protected(view.state)
-        running = [entry for entry in view.line() if not _over(entry, view)]
+        newest = view.newest(boundary=True)  # ends the epochs before it
+        running = [one for one in view.line() if newest is None or one.position >= newest.position]
         places = [entry for entry in _resumable(running) if not entry.position.boundary]
         if self.last is not None and len(places) > self.last:
             running = [entry for entry in running if entry.position >= places[-self.last].position]
         kept |= {entry.key for entry in running}
-        kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
+        # An abandoned entry stays until the current branch, beyond its base, has gone further.
+        own = [one.position for one in view.candidates() if one.branch == view.current.id]
+        kept |= {entry.key for entry in view.abandoned() if not own or own[0] <= entry.position}
         stay = needed_by(view, {one.attempt_name for one in view.entries if one.key in kept} | set(needed))
         return tuple(Retirement(one.attempt_name) for one in view.entries if one.attempt_name not in stay)
 

@@ -248,13 +248,7 @@ def _write_manifest(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[
 def _manifest(
     job: SaveJob, plan: SavePlan, attempt_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
 ) -> Manifest:
-    written = (job.holding, job.position, attempt_name, world_of(job.places))
-    return compose(plan, *written, shards, values, job.facts, sizes=_value_sizes(job, plan))
-
-
-def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:
-    """Current bytes of the hosted nodes' values, by row of the plan."""
-    sizes = {}
+    sizes = {}  # current bytes of the hosted nodes' values, by row of the plan
     for row in plan.value_rows:
         planned = plan.rows[row]
         for state in job.states:
@@ -262,7 +256,8 @@ def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:
             holds = state.rank in plan.layouts[planned.layout].nodes
             if leaf is not None and isinstance(leaf.content, Value) and holds:
                 sizes[row] = leaf.content.nbytes
-    return sizes
+    written = (job.holding, job.position, attempt_name, world_of(job.places))
+    return compose(plan, *written, shards, values, job.facts, sizes=sizes)
 
 
 @dataclass(frozen=True)
