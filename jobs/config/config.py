@@ -17,8 +17,7 @@ from typing import Any, TypeVar, overload
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
 from torchrelay.jobs.config.overrides import Overrides, check_references, overridden
-from torchrelay.jobs.config.runner_schema import is_infer
-from torchrelay.jobs.config.schema import TOP, Settings, completed, form_at, key_at, user_sections
+from torchrelay.jobs.config.schema import TOP, Settings, completed, form_at, is_infer, key_at
 from torchrelay.jobs.config.section_types import bound
 from torchrelay.jobs.config.tree import (
     ConfigError,
@@ -190,7 +189,14 @@ class Config:
 
         A section that was converted to a dict counts as read.
         """
-        parts = user_sections(self.settings) if sections is None else sections
+        own = self.settings.hyper_parameters
+        scheduler = None if own.optimizer is None else own.optimizer.lr_scheduler
+        kept = (one.arguments for one in (own.optimizer, scheduler) if one is not None)
+        parts = (
+            sections
+            if sections is not None
+            else (*(one.extra for one in self.settings.dataset), own.extra, *kept)
+        )
         tree, found = self._reading.tree, []
         for where in (one for part in parts for one in part.unread()):
             name, asked = (

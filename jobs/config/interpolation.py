@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_schema import is_infer
-from torchrelay.jobs.config.schema import form_at, key_at
+from torchrelay.jobs.config.schema import form_at, is_infer, key_at
 from torchrelay.jobs.config.section_types import local_path, split_weights
 from torchrelay.jobs.config.tree import (
     ConfigProblem,

@@ -9,8 +9,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, RunnerSection, is_infer
-from torchrelay.jobs.config.schema import form_at
+from torchrelay.jobs.config.schema import LOCAL_TRAIN, RunnerSection, form_at, is_infer
 from torchrelay.jobs.config.section_types import local_path, split_epoch
 from torchrelay.jobs.config.tree import (
     COMMAND_LINE,

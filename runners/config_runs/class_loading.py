@@ -23,8 +23,7 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import RunnerSection
-from torchrelay.jobs.config.schema import Settings
+from torchrelay.jobs.config.schema import RunnerSection, Settings
 from torchrelay.jobs.config.section_types import ClassPath
 from torchrelay.jobs.config.tree import ConfigError, ConfigProblem, Tracked
 from torchrelay.jobs.session import Peers, decide

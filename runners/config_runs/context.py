@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch import nn, optim
 
     from torchrelay.jobs.config.config import Config
-    from torchrelay.jobs.config.runner_schema import RunnerSection
-    from torchrelay.jobs.config.schema import Settings
+    from torchrelay.jobs.config.schema import RunnerSection, Settings
     from torchrelay.jobs.data.loader import EpochLoader
     from torchrelay.jobs.job import Job
     from torchrelay.runners.config_runs.class_loading import Classes

@@ -26,8 +26,7 @@ from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import ranges, whole_epochs
 from torchrelay.checkpoint.storage.open import is_url, open_file_system
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.jobs.config.runner_schema import RunnerSection
-from torchrelay.jobs.config.schema import Settings
+from torchrelay.jobs.config.schema import RunnerSection, Settings
 from torchrelay.jobs.config.section_types import EpochChoice
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.data.loader import make_batch

@@ -19,8 +19,7 @@ from torchrelay.errors import (
     exit_code_of,
 )
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, RunnerSection
-from torchrelay.jobs.config.schema import Settings
+from torchrelay.jobs.config.schema import LOCAL_TRAIN, RunnerSection, Settings
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.experiments import RunStore

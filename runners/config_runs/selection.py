@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN, RunnerSection
-from torchrelay.jobs.config.schema import Dataset, Phase, Settings
+from torchrelay.jobs.config.schema import CLUSTER_TRAIN, LOCAL_TRAIN, Dataset, Phase, RunnerSection, Settings
 from torchrelay.jobs.config.section_types import ClassPath, split_weights
 from torchrelay.metadata.code.capture import Given
 from torchrelay.metadata.code.snapshot import Sources

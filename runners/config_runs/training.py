@@ -23,7 +23,7 @@ from torchrelay.checkpoint.files.interop import export_checkpoint
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_schema import CheckpointKeys, RunnerSection
+from torchrelay.jobs.config.schema import CheckpointKeys, RunnerSection
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import warn

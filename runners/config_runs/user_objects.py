@@ -30,8 +30,7 @@ from torch.utils.data import TensorDataset
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
-from torchrelay.jobs.config.runner_schema import RunnerSection
-from torchrelay.jobs.config.schema import Dataset, Optimizer
+from torchrelay.jobs.config.schema import Dataset, Optimizer, RunnerSection
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.session import Peers, decide

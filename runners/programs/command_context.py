@@ -23,7 +23,7 @@ from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
-from torchrelay.jobs.config.runner_schema import RunnerSection
+from torchrelay.jobs.config.schema import RunnerSection
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.code.archive import NO_CHANGES, SHORT, SourceChanges, changes, open_archive
 from torchrelay.metadata.code.snapshot import (

@@ -29,8 +29,7 @@ from torchrelay.errors import (
     UnknownEpochError,
     UsageError,
 )
-from torchrelay.jobs.config.runner_schema import RunnerSection
-from torchrelay.jobs.config.schema import Dataset
+from torchrelay.jobs.config.schema import Dataset, RunnerSection
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.code.archive import SHORT

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
-from torchrelay.jobs.config.runner_schema import RunnerSection
+from torchrelay.jobs.config.schema import RunnerSection
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.stop import max_epochs, max_steps

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.format.position import Selection
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.jobs.blobs import is_stateful
-from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
+from torchrelay.jobs.config.schema import LOCAL_TRAIN
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide

@@ -17,7 +17,7 @@ from torch import nn
 from torchrelay import Job, JobRunner, early_stopping, max_epochs, open_checkpoint, seed
 from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
 from torchrelay.errors import BlobError, RelayError, SaveFailedError, UsageError
-from torchrelay.jobs.config.runner_schema import CheckpointKeys, RunnerSection
+from torchrelay.jobs.config.schema import CheckpointKeys, RunnerSection
 from torchrelay.runners.config_runs.training import runner_options
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
