@@ -47,7 +47,13 @@ def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
     Example:
         model = data_parallel(net)
     """
-    _check(options)
+    for name, refused in (("find_unused_parameters", False), ("static_graph", True)):
+        if name in options and bool(options[name]) is refused:
+            raise UsageError(
+                f"data_parallel({name}={refused}) would regroup the buckets after the first step, and a "
+                f"resumed run would end with other bits; leave {name} out, or use "
+                "DistributedDataParallel itself"
+            )
     if not (distributed.is_available() and distributed.is_initialized()):
         return module
     if distributed.get_world_size(options.get("process_group")) == 1:
@@ -101,11 +107,8 @@ def _is_trained(wrapper: DistributedDataParallel) -> bool:
 
 def bare_ddp_instances() -> list[DistributedDataParallel]:
     """Return the live DDP objects that regroup buckets: not created here, nor with the same option."""
-    return [
-        wrapper
-        for wrapper in _all_instances()
-        if wrapper not in _ours and (wrapper.static_graph or not wrapper.find_unused_parameters)
-    ]
+    others = [one for one in _all_instances() if one not in _ours]
+    return [one for one in others if one.static_graph or not one.find_unused_parameters]
 
 
 def drop(*wrappers: nn.Module) -> None:
@@ -126,13 +129,3 @@ def _all_instances() -> list[DistributedDataParallel]:
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
-def _check(options: dict[str, Any]) -> None:
-    for name, refused in (("find_unused_parameters", False), ("static_graph", True)):
-        if name in options and bool(options[name]) is refused:
-            raise UsageError(
-                f"data_parallel({name}={refused}) would regroup the buckets after the first step, and a "
-                f"resumed run would end with other bits; leave {name} out, or use "
-                "DistributedDataParallel itself"
-            )

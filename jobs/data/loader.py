@@ -400,12 +400,8 @@ class EpochLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, samples_done, seed, and the length of the dataset."""
-        return {
-            "epoch": self._epoch,
-            "samples_done": self._samples_done,
-            "seed": self._seed,
-            "length": self._fetch.length,
-        }
+        place = {"epoch": self._epoch, "samples_done": self._samples_done}
+        return {**place, "seed": self._seed, "length": self._fetch.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, including its seed.
@@ -443,17 +439,12 @@ class EpochLoader:
     def _plan(self, done: int, world: int) -> StepPlan:
         return StepPlan(done, self._fetch.length, self.batch_size, world, self.drop_last)
 
-    def _permutation(self) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(self._fetch.length)
-        if self._order is None or self._order[:2] != (self._seed, self._epoch):
-            order = permutation(self._seed, self._epoch, self._fetch.length)
-            self._order = (self._seed, self._epoch, order)
-        return self._order[2]
-
     def _batches(self, iteration: object, plan: StepPlan, rank: int) -> Iterator[Batch | MappingBatch]:
         self._check_alive(iteration)
-        order = self._permutation()
+        at, length = (self._seed, self._epoch), self._fetch.length
+        if self.shuffle and (self._order is None or self._order[:2] != at):
+            self._order = (*at, permutation(*at, length))
+        order = self._order[2] if self.shuffle and self._order else torch.arange(length)
         requests = (self._request(order, step, rank, plan.world) for step in plan)
         fetched: Iterator[Any] = (self._fetch[request] for request in requests)
         if self._workers is not None:

@@ -75,10 +75,11 @@ def decode(data: bytes, what: str) -> SourceManifest:
         value = json.loads(data)
         if value["format"] != FORMAT:
             raise FormatError(f"{what}: has format {value['format']!r:.20}, but this version reads {FORMAT}")
-        manifest = SourceManifest(
-            {name: _file(sha, nbytes) for name, sha, nbytes in value["files"]},
-            dict(value["links"]),
-        )
+        files = {name: SourceFile(sha, nbytes) for name, sha, nbytes in value["files"]}
+        for one in files.values():
+            if type(one.nbytes) is not int or one.nbytes < 0 or not _SHA.fullmatch(one.sha256):
+                raise ValueError("an invalid digest or size")
+        manifest = SourceManifest(files, dict(value["links"]))
         wrong = _wrong(manifest) or ("is not in canonical form" if manifest.encode() != data else "")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{what}: is not a list of source files ({error!r:.80})") from None
@@ -100,12 +101,6 @@ def stays_within(name: str, target: str) -> bool:
         return False
     found = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
     return found != ".." and not found.startswith("../")
-
-
-def _file(sha: Any, nbytes: Any) -> SourceFile:
-    if type(nbytes) is not int or nbytes < 0 or not isinstance(sha, str) or not _SHA.fullmatch(sha):
-        raise ValueError("an invalid digest or size")
-    return SourceFile(sha, nbytes)
 
 
 def _wrong(manifest: SourceManifest) -> str:
@@ -159,12 +154,9 @@ def archive_bytes(manifest: SourceManifest, contents: Mapping[str, bytes]) -> by
 def write_archive(directory: Path, manifest: SourceManifest, contents: Mapping[str, bytes]) -> Path:
     """Store an archive in `directory` unless a valid one exists; raises StorageError."""
     path = directory / f"{manifest.code_id}.zip"
-    try:
-        with open_archive(path) as there:
-            there.read_all()
+    with suppress(StorageError), open_archive(path) as there:  # else it is missing or damaged
+        there.read_all()
         return path
-    except StorageError:
-        pass  # missing or damaged
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -220,13 +220,17 @@ class _Loader(importlib.abc.InspectLoader):
 class LoadedCode:
     """The archived source of one run; see `load_code`."""
 
-    def __init__(self, what: str, code_id: str, captured: Mapping[str, Any], files: dict[str, bytes],
-                 links: Mapping[str, str]) -> None:  # fmt: skip
-        self.id = code_id
-        code = captured["code"]
+    def __init__(
+        self, what: str, code: Mapping[str, Any], files: dict[str, bytes], links: Mapping[str, str]
+    ) -> None:
+        self.id = code["id"]
         self.script: str | None = code.get("script")
         self._files = files
-        self._imports = ArchivedImports(what, files, links, _folders(code))
+        # import roots: archived folders that were on the script's `sys.path`, then the roots
+        path, roots = code.get("import_path"), code.get("roots")
+        known = [*(path if isinstance(path, list) else ()), *(roots if isinstance(roots, dict) else ("",))]
+        folders = tuple(dict.fromkeys(one for one in known if isinstance(one, str)))
+        self._imports = ArchivedImports(what, files, links, folders)
 
     def import_module(self, name: str) -> ModuleType:
         """Import a module of the archive by its full name, at the first call; raises ModuleNotFoundError."""
@@ -275,15 +279,7 @@ def load_code(run: str | os.PathLike[str], attempt: int | None = None) -> Loaded
         model = old.import_module("model").Net()  # each has its own `model`
     """
     path = Path(run).absolute()
-    captured = capture_with_code(path, attempt)
-    code_id = captured["code"]["id"]
-    place = path / "code" / f"{code_id}.zip"
+    code = capture_with_code(path, attempt)["code"]
+    place = path / "code" / f"{code['id']}.zip"
     with open_archive(place) as archive:
-        return LoadedCode(str(place), code_id, captured, archive.read_all(), archive.manifest.links)
-
-
-def _folders(code: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the import roots: archived folders that were on the script's `sys.path`, then the roots."""
-    path, roots = code.get("import_path"), code.get("roots")
-    known = [*(path if isinstance(path, list) else ()), *(roots if isinstance(roots, dict) else ("",))]
-    return tuple(dict.fromkeys(one for one in known if isinstance(one, str)))
+        return LoadedCode(str(place), code, archive.read_all(), archive.manifest.links)

@@ -233,21 +233,17 @@ class WandbSink:
                     old.rename(aside / old.name)
         settings = wandb.Settings(mode="offline", silent=True, console="off")
         self._run = wandb.init(dir=str(self._root), settings=settings, reinit="create_new", **self._begin)
-        points = [(row["step"], 0, _of_steps(_numbers(row))) for row in self._history.step_rows()]
+        points = [(row["step"], 0, _of_steps(row["metrics"])) for row in self._history.step_rows()]
         for row in self._history.rows():
-            values = {**_numbers(row), "epoch": row["epoch"]}
-            points.append((axis(row["epoch"], row["step"]), 1, values))
+            values = {name: float(value) for name, value in row["metrics"].items()}
+            points.append((axis(row["epoch"], row["step"]), 1, {**values, "epoch": row["epoch"]}))
         for step, _, values in sorted(points, key=lambda one: one[:2]):
             self._run.log(values, step=step)
         return self._run
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: float(value) for name, value in row["metrics"].items()}
-
-
 def _of_steps(values: Mapping[str, float]) -> dict[str, float]:
-    return {f"{name}{OF_STEPS}": value for name, value in values.items()}
+    return {f"{name}{OF_STEPS}": float(value) for name, value in values.items()}
 
 
 GROUP = "torchrelay.sinks"
