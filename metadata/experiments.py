@@ -33,7 +33,6 @@ from typing import Any
 
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.metadata.fs import (
-    append_line,
     append_lines,
     read_json,
     read_lines,
@@ -204,7 +203,7 @@ def note_evaluated(run: Path, files: Evaluated) -> None:
     ]
     if lines:
         _make_folder(run / FOLDER)
-        append_lines(run / FOLDER / _EVALUATED, lines)
+        append_lines(run / FOLDER / _EVALUATED, *lines)
 
 
 ASIDE = ".retrained"
@@ -381,7 +380,7 @@ def metric_rows(run: str | os.PathLike[str], stream: str) -> list[dict[str, Any]
 
 def append_values(run: Path, epoch: int, stream: str, values: Mapping[str, list[float | str]]) -> None:
     """Append individual values of an epoch; raises StorageError."""
-    append_line(run / VALUES, {"epoch": epoch, "stream": stream, "values": values})
+    append_lines(run / VALUES, {"epoch": epoch, "stream": stream, "values": values})
 
 
 def _test_row(result: Mapping[str, Any]) -> dict[str, Any]:

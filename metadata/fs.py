@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn
@@ -141,16 +141,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def append_line(path: Path, value: Any) -> None:
-    """Append one JSON line with a single write, so that lines of several writers do not interleave."""
-    append_lines(path, [value])
+def append_lines(path: Path, *values: Any) -> None:
+    """Append JSON lines with a single write, so that lines of several writers do not interleave."""
+    append_text(path, "".join(json.dumps(one, sort_keys=True, allow_nan=False) + "\n" for one in values))
 
 
-def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """Append several JSON lines with a single write; raises StorageError."""
-    data = "".join(json.dumps(one, sort_keys=True, allow_nan=False) + "\n" for one in values).encode()
+def append_text(path: Path, text: str) -> None:
+    """Append with a single write; raises StorageError."""
     try:
-        append_bytes(path, data)
+        append_bytes(path, text.encode())
     except OSError as error:
         raise StorageError(f"cannot append to {path}: {error.strerror}") from error
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torchrelay.errors import RelayError
-from torchrelay.metadata.fs import SamePlace, append_line, read_lines
+from torchrelay.metadata.fs import SamePlace, append_lines, read_lines
 from torchrelay.records import dataclass
 
 
@@ -308,7 +308,7 @@ class FileMetadataHandler:
 
     def _append(self, line: dict[str, Any]) -> None:
         self._place.check()
-        append_line(self.path, {"time": round(time.time(), 3), **self._holder, **line})
+        append_lines(self.path, {"time": round(time.time(), 3), **self._holder, **line})
 
 
 class SeveralHandlers:

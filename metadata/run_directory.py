@@ -43,7 +43,6 @@ from typing import Any, Literal
 from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
 from torchrelay.metadata.fs import (
     SamePlace,
-    append_line,
     append_lines,
     read_json,
     read_lines,
@@ -263,18 +262,18 @@ class RunDirectory:
     def log_metrics(self, generation: int, line: Mapping[str, Any]) -> None:
         """Append the reduced metrics of one epoch."""
         self._place.check()
-        append_line(self.path / f"metrics.{generation}.jsonl", dict(line))
+        append_lines(self.path / f"metrics.{generation}.jsonl", dict(line))
 
     def log_steps(self, generation: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append points within an epoch, or the step from which older points are obsolete."""
         self._place.check()
-        append_lines(self.path / f"steps.{generation}.jsonl", lines)
+        append_lines(self.path / f"steps.{generation}.jsonl", *lines)
 
     def log_event(self, generation: int, kind: str, **details: Any) -> None:
         """Append an event."""
         self._place.check()
         line = {"time": round(time.time(), 3), "kind": kind, **details}
-        append_line(self.path / f"events.{generation}.jsonl", line)
+        append_lines(self.path / f"events.{generation}.jsonl", line)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield all events in the order of generations."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
-from torchrelay.jobs.config.overrides import Overrides, check_references, overridden
+from torchrelay.jobs.config.overrides import check_references, overridden
 from torchrelay.jobs.config.schema import TOP, Settings, completed, form_at, is_infer, key_at
 from torchrelay.jobs.config.section_types import bound
 from torchrelay.jobs.config.tree import (
@@ -98,7 +98,7 @@ class Config:
     name: str
     source: bytes
     settings: Settings
-    overrides: Overrides
+    overrides: tuple[str, ...]
     _expanded: Expanded
     _reading: Reading
 
@@ -325,11 +325,10 @@ def read_config(
     place: RunPlace | None = None,
 ) -> Config:
     """Validate a configuration text, called `name` in messages; raises ConfigError with all problems."""
-    given = Overrides(tuple(overrides))
     read = recovered(data, name)
     if read.tree is None:
         raise ConfigError(read.problems)
-    tree, problems = overridden(read.tree, given)
+    tree, problems = overridden(read.tree, overrides)
     done, more = expanded(tree, folder, os.environ if environ is None else environ, place)
     reading = Reading(done.tree, done.workspace, source=source)
     for where in done.referred:
@@ -342,4 +341,4 @@ def read_config(
         found = [one for one in found if " missing" not in one.message]
     if read.problems or found:
         raise ConfigError([*read.problems, *found])
-    return Config(name, data, settings, given, done, reading)
+    return Config(name, data, settings, tuple(overrides), done, reading)

@@ -31,24 +31,13 @@ from torchrelay.records import dataclass
 _WORKSPACE = "{workspace}"
 
 
-@dataclass(frozen=True)
-class Overrides:
-    """Overrides in the order typed; the last one for a key wins."""
-
-    texts: tuple[str, ...] = ()
-
-    @property
-    def source(self) -> SourceText:
-        """The source text for their locations."""
-        return SourceText(COMMAND_LINE, self.texts)
-
-
-def overridden(tree: ConfigTree, overrides: Overrides) -> tuple[ConfigTree, list[ConfigProblem]]:
-    """Apply overrides to a tree; returns the new tree and the problems of rejected ones."""
+def overridden(tree: ConfigTree, texts: Sequence[str]) -> tuple[ConfigTree, list[ConfigProblem]]:
+    """Apply overrides in order to a tree; returns the new tree and the problems of rejected ones."""
+    source = SourceText(COMMAND_LINE, tuple(texts))
     work = _TreeEditor(
-        copy.deepcopy(tree.value), dict(tree.origins), dict(tree.keys), set(tree.broken), overrides
+        copy.deepcopy(tree.value), dict(tree.origins), dict(tree.keys), set(tree.broken), source
     )
-    for index, text in enumerate(overrides.texts):
+    for index, text in enumerate(texts):
         work.take(index, text)
     return ConfigTree(work.value, work.origins, work.keys, frozenset(work.broken)), work.problems
 
@@ -61,7 +50,7 @@ class _TreeEditor:
     origins: dict[Where, SourceSpan]
     keys: dict[Where, SourceSpan]
     broken: set[Where]
-    overrides: Overrides
+    source: SourceText
     problems: list[ConfigProblem] = field(default_factory=list)
 
     def take(self, index: int, text: str) -> None:
@@ -117,7 +106,7 @@ class _TreeEditor:
 
     def _put(self, where: Where, found: ParseResult, index: int, begins: int) -> None:
         here: Any = self.value
-        origin = SourceSpan(self.overrides.source, TextPosition(index + 1, 1))
+        origin = self._at(index, 1)
         for at, one in enumerate(where[:-1]):
             if isinstance(here, dict) and here.get(one) is None:
                 here[one] = {}
@@ -140,7 +129,7 @@ class _TreeEditor:
         self.broken = {one for one in self.broken if one[: len(where)] != where}
 
     def _at(self, index: int, column: int) -> SourceSpan:
-        return SourceSpan(self.overrides.source, TextPosition(index + 1, column))
+        return SourceSpan(self.source, TextPosition(index + 1, column))
 
     def _wrong(self, index: int, column: int, key: str, message: str, near: str | None = None) -> None:
         self.problems.append(ConfigProblem(self._at(index, column), key, message, near))

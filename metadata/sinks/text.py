@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.fs import append_bytes, finite, open_regular, read_note, replace_file
+from torchrelay.metadata.fs import append_text, finite, open_regular, read_note, replace_file
 
 
 @python_dataclass(frozen=True)
@@ -128,14 +128,6 @@ def foreign(path: Path, begins: str) -> bool:
         return False
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}; give another file") from error
-
-
-def append_text(path: Path, text: str) -> None:
-    """Append with a single write; raises StorageError."""
-    try:
-        append_bytes(path, text.encode())
-    except OSError as error:
-        raise StorageError(f"cannot append to {path}: {error.strerror}") from error
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:

@@ -342,7 +342,7 @@ def _run_profile(
 def _run_local_ranks(
     config: Config, runner: RunnerSection, run_dir: str | None, later: Sequence[str], *, strict: bool
 ) -> None:
-    command = command_of(config.name, config.overrides.texts, runner.name, runner.worker_num, run_dir)
+    command = command_of(config.name, config.overrides, runner.name, runner.worker_num, run_dir)
     try:
         run_local_ranks([*command, "--strict-config"] if strict else command)
     except Exception as error:

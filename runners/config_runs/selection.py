@@ -238,14 +238,14 @@ def source_of(config: Config) -> Sources:
 
 def recorded(config: Config) -> Given:
     """Return the original file, the resolved configuration and the overrides, for `config/` of the run."""
-    quoted = [one.replace("'", "''") for one in config.overrides.texts]  # as YAML does in single quotes
+    quoted = [one.replace("'", "''") for one in config.overrides]  # as YAML does in single quotes
     overrides = "".join(f"- '{one}'\n" for one in quoted) or "[]\n"
     files = {
         "source.yaml": config.source,
         "resolved.yaml": config.resolved_text().encode(),
         "overrides.yaml": overrides.encode(),
     }
-    return Given(files, config.id, config.overrides.texts)
+    return Given(files, config.id, config.overrides)
 
 
 def built_on(config: Config) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import warn
 from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
 from torchrelay.jobs.task import Task
-from torchrelay.metadata.fs import append_line
+from torchrelay.metadata.fs import append_lines
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.evaluation import Tally, evaluation, log_tally, metrics_of, moved_batch
@@ -342,7 +342,7 @@ def _keep(context: StepContext, phase: PhaseState, ctx: Context, values: Mapping
         path = Path(runner.runner_result_dump_path)
         path.parent.mkdir(parents=True, exist_ok=True)
         shown = {name: float(value) for name, value in values.items()}
-        append_line(path, {"epoch": ctx.epoch, "phase": phase.name, "step": ctx.step, **shown})
+        append_lines(path, {"epoch": ctx.epoch, "phase": phase.name, "step": ctx.step, **shown})
     if runner.save_step_interval is not None and ctx.step % runner.save_step_interval == 0:
         folder = local_beside(runner.save_step_path, context.run_dir, "steps", "save_step_path")
         folder.mkdir(parents=True, exist_ok=True)

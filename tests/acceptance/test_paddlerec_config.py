@@ -357,7 +357,7 @@ def test_pdr_8_overrides_are_typed_and_address_items_by_name(tmp_path):
     assert settings.dataset[0].data_path == (f"{tmp_path}/x=y",)
     assert settings.runner[0].keep_best.metric == "auc" and settings.runner[1].stop.max_steps == 5
     assert own["new"]["deep"] == "on"
-    assert config.overrides.texts == tuple(given)
+    assert config.overrides == tuple(given)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_note_that_no_reader_takes_is_not_written(tmp_path: Path, monkeypatch:
     assert fs.read_json(path) == {"a": 1}
     lines = tmp_path / "metrics.1.jsonl"
     for number in range(3):
-        fs.append_line(lines, {"n": number, "x": "x" * 200})
+        fs.append_lines(lines, {"n": number, "x": "x" * 200})
     assert [line["n"] for line in fs.read_lines(lines)] == [0, 1, 2], "lines have no limit"
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.fs import append_line, read_json, read_lines, write_json
+from torchrelay.metadata.fs import append_lines, read_json, read_lines, write_json
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that writes a byte at a time gets every line and every file whole."""
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, bytes(data)[:1]))
-    append_line(tmp_path / "lines", {"a": 1})
+    append_lines(tmp_path / "lines", {"a": 1})
     write_json(tmp_path / "file", {"b": [2, 3]})
     assert list(read_lines(tmp_path / "lines")) == [{"a": 1}]
     assert read_json(tmp_path / "file") == {"b": [2, 3]}
@@ -47,5 +47,5 @@ def test_writes_of_nothing_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ):
         write_json(tmp_path / "file", {})
     with pytest.raises(StorageError, match=f"cannot append to {tmp_path}/lines"):
-        append_line(tmp_path / "lines", {})
+        append_lines(tmp_path / "lines", {})
     assert os.listdir(tmp_path) == ["lines"]
