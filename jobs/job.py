@@ -339,7 +339,14 @@ class Job(Managed):
         self.blobs.add(blobs)
         self.stop_conditions: list[StopCondition] = []
         self.compiled = False
-        self._nodes_to_checkpoint = _node_names(nodes_to_checkpoint)
+        if isinstance(nodes_to_checkpoint, str):
+            raise UsageError(
+                f"nodes_to_checkpoint={nodes_to_checkpoint!r} is a str: expected a list of node names"
+            )
+        self._nodes_to_checkpoint: tuple[str, ...] | None = None
+        if nodes_to_checkpoint is not None:
+            names = (node.name if isinstance(node, Node) else node for node in nodes_to_checkpoint)
+            self._nodes_to_checkpoint = tuple(map(check_node_name, names))
         self.stop_when(*stop_conditions)
 
     def __repr__(self) -> str:
@@ -434,14 +441,6 @@ class Job(Managed):
         if problems:
             numbered = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
             raise UsageError(f"job {self.name or 'without a name'!r} cannot run: {numbered}")
-
-
-def _node_names(nodes: Iterable[str | Node] | None) -> tuple[str, ...] | None:
-    if nodes is None:
-        return None
-    if isinstance(nodes, str):
-        raise UsageError(f"nodes_to_checkpoint={nodes!r} is a str: expected a list of node names")
-    return tuple(check_node_name(node.name if isinstance(node, Node) else node) for node in nodes)
 
 
 def _checked_name(name: str | None) -> str | None:

@@ -135,12 +135,10 @@ class RandomStreams:
     @classmethod
     def decode(cls, coded: Mapping[str, bytes]) -> RandomStreams:
         """Decode the result of `encode`; raises FormatError for a missing or unknown stream."""
-        devices = sum(key.startswith("cuda.") for key in coded)
-        cuda = [f"cuda.{device}" for device in range(devices)]
-        known = {"python", "numpy", "torch", *cuda}
+        cuda = [f"cuda.{device}" for device in range(sum(key.startswith("cuda.") for key in coded))]
         for key in {"python", "torch", *cuda} - set(coded):
             raise FormatError(f"the random state {key!r} is missing among {sorted(coded)}")
-        for key in set(coded) - known:
+        for key in set(coded) - {"python", "numpy", "torch", *cuda}:
             raise FormatError(f"unknown random state {key!r}: a newer version of torchrelay wrote it")
         _python_from(coded["python"])
         return cls(coded["python"], coded.get("numpy"), coded["torch"], tuple(coded[key] for key in cuda))

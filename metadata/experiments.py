@@ -378,14 +378,14 @@ def metric_rows(run: str | os.PathLike[str], stream: str) -> list[dict[str, Any]
     return [{"epoch": epoch, **row} for epoch, row in sorted(rows.items()) if row]
 
 
+def _test_row(result: Mapping[str, Any]) -> dict[str, Any]:
+    code = one[:_SHORT] if isinstance(one := result.get("code_id"), str) else None
+    return {"epoch": result.get("epoch"), "code": code, **result["metrics"], **result["values"]}
+
+
 def append_values(run: Path, epoch: int, stream: str, values: Mapping[str, list[float | str]]) -> None:
     """Append individual values of an epoch; raises StorageError."""
     append_lines(run / VALUES, {"epoch": epoch, "stream": stream, "values": values})
-
-
-def _test_row(result: Mapping[str, Any]) -> dict[str, Any]:
-    code = one[:12] if isinstance(one := result.get("code_id"), str) else None
-    return {"epoch": result.get("epoch"), "code": code, **result["metrics"], **result["values"]}
 
 
 def _values(run: Path, stream: str) -> dict[int, dict[str, Any]]:

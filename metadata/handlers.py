@@ -323,10 +323,7 @@ class SeveralHandlers:
     @property
     def decides(self) -> bool:
         """True if one of the handlers decides."""
-        return bool(self._deciding())
-
-    def _deciding(self) -> list[MetadataHandler]:
-        return [one for one in self._all if getattr(one, "decides", False)]
+        return any(getattr(one, "decides", False) for one in self._all)
 
     def set_params(self, *args: Any, **params: Any) -> None:
         """Call all handlers; raises the first error at once, because then the run does not start."""
@@ -340,8 +337,9 @@ class SeveralHandlers:
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """Return the answer of the deciding handlers."""
-        for one in self._deciding():
-            user_epoch = one.last_epoch(user_epoch=user_epoch)
+        for one in self._all:
+            if getattr(one, "decides", False):
+                user_epoch = one.last_epoch(user_epoch=user_epoch)
         return user_epoch
 
     def write(self, epoch: int) -> None:
@@ -363,10 +361,10 @@ class SeveralHandlers:
                 call(one)
             except Exception as error:
                 failures.append(error)
-        if len(failures) == 1:
-            raise failures[0]
-        if failures:
+        if failures[1:]:
             raise RelayError("; ".join(map(str, failures))) from failures[0]
+        for failure in failures:
+            raise failure
 
 
 WAITING = frozenset({"plan", "commit"})

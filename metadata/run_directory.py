@@ -308,12 +308,8 @@ class RunDirectory:
 
     def generations(self, kind: Literal["metrics", "steps", "events"]) -> list[tuple[int, Path]]:
         """Yield the lines of a kind of file by generation, in order, including replaced ones."""
-        found = []
-        for path in self.path.glob(f"{kind}.*.jsonl"):
-            match = _GENERATION_FILE.fullmatch(path.name)
-            if match:
-                found.append((int(match[2]), path))
-        return sorted(found)
+        matches = {path: _GENERATION_FILE.fullmatch(path.name) for path in self.path.glob(f"{kind}.*.jsonl")}
+        return sorted((int(match[2]), path) for path, match in matches.items() if match)
 
 
 def _digest_of(identity: Mapping[str, Any]) -> str:

@@ -59,7 +59,11 @@ def parse_url(text: str) -> URL:
         raise UsageError(f"a metadata database needs SQLAlchemy: {install_command('sql')}") from error
     try:
         url = make_url(text)
-        url = _with_password(url.set(drivername=_DRIVERS.get(url.drivername, url.drivername)))
+        url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+        if isinstance(password := url.query.get("password"), tuple):
+            raise ValueError("two passwords")
+        if password is not None:  # to where it is masked
+            url = url.difference_update_query(["password"]).set(password=password)
         backend, is_async = url.get_backend_name(), url.get_dialect().is_async
     except (ArgumentError, NoSuchModuleError, ValueError, ImportError):
         raise UsageError(f"{hide_password(text)} is not a database URL: expected {FORMS}") from None
@@ -88,14 +92,6 @@ def parse_url(text: str) -> URL:
             f"{masked(url)} needs {package}, which is not installed: {install_command('postgresql')}"
         ) from error
     return url
-
-
-def _with_password(url: URL) -> URL:
-    """Move a password in the options to its proper place, where it is masked."""
-    password = url.query.get("password")
-    if isinstance(password, tuple):
-        raise ValueError("two passwords")
-    return url if password is None else url.difference_update_query(["password"]).set(password=password)
 
 
 def masked(url: URL) -> str:
