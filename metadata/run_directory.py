@@ -41,14 +41,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
-from torchrelay.metadata.fs import (
-    SamePlace,
-    append_lines,
-    read_json,
-    read_lines,
-    write_json,
-    write_new,
-)
+from torchrelay.metadata.fs import SamePlace, append_lines, read_json, read_lines, write_json, write_new
 
 State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
 FORMAT = {"major": 1, "minor": 0, "features": []}
