@@ -48,7 +48,7 @@ def read_singa_states(path: Where) -> tuple[dict[str, torch.Tensor], dict[str, t
     return model, aux
 
 
-def _read(place: Path, shown: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+def _read(place: Path, shown: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with zipfile.ZipFile(place) as archive:
         if not {ARRAYS, INDEX} <= set(archive.namelist()):
             raise FormatError(f"{shown} is not an archive of SINGA: it has no {ARRAYS} and {INDEX}")
@@ -56,14 +56,12 @@ def _read(place: Path, shown: str) -> tuple[dict[str, torch.Tensor], dict[str, i
             raise FormatError(f"{shown} would unpack to more than {LIMIT} bytes")
         index = json.loads(archive.read(INDEX))
         arrays = _arrays(archive.read(ARRAYS))
-    return arrays, {name: _kind(name, said) for name, said in index.items()}
-
-
-def _kind(name: str, said: Any) -> int:
-    kind = said.get("state_type") if isinstance(said, Mapping) else None
-    if kind not in (0, 1):
-        raise ValueError(f"{name!r} is neither a model state nor an aux state")
-    return int(kind)
+    kinds: dict[str, Any] = {
+        name: said.get("state_type") for name, said in index.items() if isinstance(said, Mapping)
+    }
+    if odd := [name for name in index if kinds.get(name) not in (0, 1)]:
+        raise ValueError(f"{odd[0]!r} is neither a model state nor an aux state")
+    return arrays, kinds
 
 
 def _arrays(data: bytes) -> dict[str, torch.Tensor]:

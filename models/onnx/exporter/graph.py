@@ -185,8 +185,8 @@ def chosen_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -
 
 def _sizes(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> tuple[Sizes, ...]:
     """Return the named dimensions of every tensor; equal first dimensions are the batch."""
-    said = {} if isinstance(dynamic, bool) else dict(dynamic)
-    for name in said:
+    given = {} if isinstance(dynamic, bool) else dict(dynamic)
+    for name in given:
         if name not in tensors:
             raise UsageError(f"dynamic has the unknown input {name!r}; known are {', '.join(tensors)}")
     shapes = [tensor.shape for tensor in tensors.values() if tensor.ndim]
@@ -194,20 +194,19 @@ def _sizes(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> tuple[Sizes
     found = []
     for name, tensor in tensors.items():
         default = {0: BATCH} if tensor.ndim and tensor.shape[0] == batch else {}
-        sizes = dict(said.get(name, default))
-        _check_sizes(name, tensor, sizes)
+        sizes = dict(given.get(name, default))
+        for dim, size in sizes.items():
+            if type(dim) is not int or not 0 <= dim < tensor.ndim:
+                said = f"dynamic={{{name!r}: {{{dim!r}: ...}}}}"
+                raise UsageError(f"{said}: {name!r} has {tensor.ndim} dimensions")
+            if not isinstance(size, str) or not size.isidentifier():
+                raise UsageError(
+                    f"invalid size name {size!r} of {name!r} in dynamic: expected one like 'batch'"
+                )
+            if not tensor.shape[dim]:
+                raise UsageError(f"dimension {dim} of the example {name!r} is empty: give at least one row")
         found.append(sizes)
     return tuple(found)
-
-
-def _check_sizes(name: str, tensor: torch.Tensor, sizes: Sizes) -> None:
-    for dim, size in sizes.items():
-        if type(dim) is not int or not 0 <= dim < tensor.ndim:
-            raise UsageError(f"dynamic={{{name!r}: {{{dim!r}: ...}}}}: {name!r} has {tensor.ndim} dimensions")
-        if not isinstance(size, str) or not size.isidentifier():
-            raise UsageError(f"invalid size name {size!r} of {name!r} in dynamic: expected one like 'batch'")
-        if not tensor.shape[dim]:
-            raise UsageError(f"dimension {dim} of the example {name!r} is empty: give at least one row")
 
 
 _DATA_DEPENDENT = "forward has control flow that depends on tensor values: use torch.where or torch.cond"

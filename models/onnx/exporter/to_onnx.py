@@ -159,9 +159,15 @@ def _check_options(rtol: float, atol: float, metadata: Mapping[str, str]) -> Non
 def _exported(
     model: torch.nn.Module, example: Example, names: Sequence[str] | None, opset: int | None, drop: bool
 ) -> tuple[ir.Model, Signature, list[Case]]:
-    """Run the model on the example and resized ones, restoring its buffers, and export it."""
+    """Run the model on the example, and on resized ones if sizes are dynamic; then export it."""
     with kept_buffers(model):
-        cases = cases_of(model, example, names)
+        extents = example.extents()
+        cases = [_case(model, example, extents, names, "")]
+        if extents:
+            # Prefer smaller sizes (at least 2), because a model may limit its sizes.
+            other = {size: extent - 1 if extent > 2 else extent + 1 for size, extent in extents.items()}
+            remedy = "; omit fixed sizes from dynamic="
+            cases.append(_case(model, example.resized(other), other, names, remedy))
     inputs, outputs = cases[0].inputs, cases[0].outputs
     if both := sorted(set(example.names) & set(outputs)):
         raise UsageError(
@@ -269,18 +275,6 @@ class Case:
     extents: Mapping[str, int]
     inputs: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
-
-
-def cases_of(model: torch.nn.Module, example: Example, output_names: Sequence[str] | None) -> list[Case]:
-    """Return the example, and with dynamic sizes also resized ones; raises UsageError."""
-    extents = example.extents()
-    first = _case(model, example, extents, output_names, "")
-    if not extents:
-        return [first]
-    # Prefer smaller sizes (at least 2), because a model may limit its sizes.
-    other = {size: extent - 1 if extent > 2 else extent + 1 for size, extent in extents.items()}
-    remedy = "; omit fixed sizes from dynamic="
-    return [first, _case(model, example.resized(other), other, output_names, remedy)]
 
 
 def _compared(path: Path, cases: Sequence[Case], tolerance: tuple[float, float]) -> float:

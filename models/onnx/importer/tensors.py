@@ -162,12 +162,12 @@ def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
     count = math.prod(shape)
     if proto.data_location == _EXTERNAL:
         raw = external_bytes(proto, folder, _nbytes(proto, count))
-        return _unpacked(raw, proto.data_type, count).reshape(shape)
-    if proto.HasField("raw_data"):
+    elif proto.HasField("raw_data"):
         _check_size(what, shape, len(proto.raw_data), _nbytes(proto, count))
         raw = torch.frombuffer(bytearray(proto.raw_data), dtype=torch.uint8) if count else torch.empty(0)
-        return _unpacked(raw, proto.data_type, count).reshape(shape)
-    return _typed(proto, what, shape, count)
+    else:
+        raw = _typed(proto, what, shape, count)
+    return _unpacked(raw, proto.data_type, count).reshape(shape)
 
 
 def stored_sparse(proto: Any) -> torch.Tensor:
@@ -226,20 +226,16 @@ def _unpacked(raw: torch.Tensor, number: int, count: int) -> torch.Tensor:
 
 
 def _typed(proto: Any, what: str, shape: tuple[int, ...], count: int) -> torch.Tensor:
+    """Return the bytes of a tensor whose elements are numbers of a field."""
     number = proto.data_type
     field = getattr(proto, _TYPED.get(number, "int32_data"))
-    dtype = dtype_of(number, what)
+    dtype = DTYPES.get(number, torch.uint8)
     if number in NARROW_BITS:
-        per = 8 // NARROW_BITS[number]
-        _check_size(what, shape, len(field), -(-count // per))
-        return _unpacked(torch.tensor(field, dtype=torch.int32).to(torch.uint8), number, count).reshape(shape)
-    wanted = count * 2 if dtype.is_complex else count
-    if len(field) != wanted:
+        _check_size(what, shape, len(field), _nbytes(proto, count))
+    elif len(field) != (count * 2 if dtype.is_complex else count):
         raise DamagedError(f"{what} declares the shape {shape}, {count} elements, and has {len(field)}")
-    if dtype.is_complex:
-        halves = torch.float32 if number == 14 else torch.float64
-        return torch.tensor(field, dtype=halves).view(dtype).reshape(shape)
-    if dtype.is_floating_point and dtype not in (torch.float32, torch.float64):
+    if number in NARROW_BITS or (dtype.is_floating_point and dtype.itemsize < 4):
         width = torch.int16 if dtype.itemsize == 2 else torch.uint8  # the integers contain the bits
-        return torch.tensor(field, dtype=torch.int32).to(width).view(dtype).reshape(shape)
-    return torch.tensor(field, dtype=dtype).reshape(shape)
+        return torch.tensor(field, dtype=torch.int32).to(width).view(torch.uint8)
+    halves = torch.float32 if number == 14 else torch.float64
+    return torch.tensor(field, dtype=halves if dtype.is_complex else dtype).view(torch.uint8)
