@@ -153,10 +153,7 @@ def describe(holder: Mapping[str, Json], remedy: str) -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of a process (clock ticks since boot), None if it has ended, "" if unknown.
-
-    A zombie counts as ended. If /proc hides other users' processes, a signal is used instead.
-    """
+    """Start time of a process in clock ticks; None if it has ended, as zombies have, "" if unknown."""
     try:
         # Field 2 is the program's name in parentheses and may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

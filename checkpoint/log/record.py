@@ -427,10 +427,7 @@ def _job_bytes(storage: Storage) -> bytes | None:
 
 
 def check_job(storage: Storage, job: JobFile, name: str | None) -> JobFile:
-    """Raise UsageError for a directory of another job.
-
-    A job without a name may use a directory that was begun without one, also after it was moved.
-    """
+    """Raise UsageError for another job's directory; nameless jobs may use one begun without a name."""
     if job.name == (name or directory_name(storage)) or (name is None and not job.named):
         return job
     mine = f"job {name!r}" if name else "a job without a name"

@@ -36,10 +36,7 @@ def branch_of(state: State, branch: int) -> Branch | None:
 
 
 def lineage_of(state: State, branch: int) -> Iterator[tuple[Branch, Position | None]]:
-    """A branch and its ancestors, each with the last position that is visible in it (None: all).
-
-    The limit of an ancestor is the smallest base on the way to it.
-    """
+    """A branch and its ancestors, each with the last position visible in it (None: all)."""
     limit: Position | None = None
     known = branch_of(state, branch)
     while known is not None:

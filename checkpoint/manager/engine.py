@@ -322,10 +322,7 @@ class Engine:
             yield outcome
 
     def finish(self, session: Session) -> None:
-        """Return when no save is in flight and all pending deletions are done. All processes together.
-
-        Raises FencedError on all when another job has taken the directory over.
-        """
+        """Return when no save and no deletion is pending; FencedError if another job took over."""
         self.wait(unguarded=True)
         if self.background is not None:
             self.retaining.in_background()

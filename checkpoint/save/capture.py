@@ -84,10 +84,7 @@ class NodeHistory:
     """Wrapper subclasses that objects had initially, or that a load found a place for."""
 
     def structure(self, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
-        """The structure of the node's leaves: the same object if nothing changed.
-
-        Raises BlobError for placements and dtypes that have no stored form.
-        """
+        """The structure of the leaves, the same object if unchanged; BlobError without a stored form."""
         last = self.last
         specs = _described(leaves, last[0] if last else (), self.orders)
         if last is None or scopes != last[1] or not _same(specs, last[0]):

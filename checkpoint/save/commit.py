@@ -67,10 +67,7 @@ def compose(
     facts: Facts,
     sizes: Mapping[int, int] | None = None,
 ) -> Manifest:
-    """The manifest of an attempt. `values` has the typed form of the plan's inline values, by leaf name.
-
-    `sizes` are the current bytes of values by row. Blobs are inferred from the leaves.
-    """
+    """The manifest of an attempt: `values` are inline values by leaf, `sizes` bytes of values by row."""
     return Manifest(
         job_uuid=holding.uuid,
         job_name=holding.job,
@@ -262,10 +259,7 @@ def _manifest(
 
 @dataclass(frozen=True)
 class Apart:
-    """Processes that share a directory of their host; the lowest of `ranks` creates directories there.
-
-    `committed` is called in every process after each commit.
-    """
+    """Processes that share a directory; the lowest makes directories, `committed` follows each commit."""
 
     ranks: tuple[int, ...]
     committed: Callable[[CommittedPosition], None]

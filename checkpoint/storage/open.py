@@ -96,11 +96,7 @@ def _by_fsspec(url: str, protocol: str) -> tuple[Any, str]:
 
 
 def _sftp(url: str) -> tuple[Any, str]:
-    """The SFTP file system; defaults for its options are in fsspec's configuration for `sftp`.
-
-    fsspec reads the environment when it is imported, possibly before the program sets its variables; later
-    ones are therefore read here.
-    """
+    """The SFTP file system; variables set after fsspec's import, which reads them, are read here."""
     from fsspec.config import conf, set_conf_env
     from fsspec.utils import infer_storage_options
 

@@ -131,11 +131,7 @@ _advanced: dict[int, int] = {}
 
 @contextmanager
 def progress(what: str, nbytes: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Note the block as a long operation, which monitors show.
-
-    Bytes that storages move count by themselves. The block gets a function to report others, such as
-    deleted ones.
-    """
+    """Note the block as a long operation; it gets a function to report bytes that no storage moves."""
     number = next(_numbers)
     _works[number] = (what, nbytes, moved_bytes(), time.monotonic())
 

@@ -81,10 +81,7 @@ def guessed(peers: Peers, directory: Path) -> Places:
 
 
 def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
-    """The places as they are: each leader writes a file, and all ranks report which of these they see.
-
-    Raises UsageError if ranks that should see the same directory do not.
-    """
+    """The places as they are: each leader writes a file, and all ranks report which they see."""
     if peers.size == 1:
         return Places()
     together(peers, "make the local directory", lambda: storage.mkdir(""))
