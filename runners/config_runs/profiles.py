@@ -275,25 +275,22 @@ def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
         named = (f"{where}/", f"{runner.init_model_path}/")  # `exp@2` may itself be a path that is written
         later = any(name.startswith(f"{one}/") for one in written for name in named)
         if where is not None and not is_remote(where) and not begun and not later:
-            _check_found(f"runner.{runner.name}.init_model_path", where, epoch)
+            key = f"runner.{runner.name}.init_model_path"
+            if not Path(where).exists():
+                raise UsageError(
+                    f"{key}: {where} does not exist, and no earlier runner of `mode` writes it: correct the "
+                    "path or the order"
+                )
+            if epoch is not None:
+                try:
+                    open_checkpoint(where, epoch)
+                except UnknownEpochError as error:
+                    raise UnknownEpochError(f"{key}: {error}") from None
         if any(getattr(runner, step.key) is not None for step in STEPS):
             return
         if not runner.infers:
             other = (runner.save_step_path, runner.save_inference_path)
             written += [own, *(one for one in other if one is not None)]
-
-
-def _check_found(key: str, where: str, epoch: int | str | None) -> None:
-    if not Path(where).exists():
-        raise UsageError(
-            f"{key}: {where} does not exist, and no earlier runner of `mode` writes it: correct the path or "
-            "the order"
-        )
-    if epoch is not None:
-        try:
-            open_checkpoint(where, epoch)
-        except UnknownEpochError as error:
-            raise UnknownEpochError(f"{key}: {error}") from None
 
 
 def _loaded(config: Config, runner: RunnerSection, stack: ExitStack) -> Classes:

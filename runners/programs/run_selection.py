@@ -21,6 +21,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torchrelay.checkpoint.log.lease import process_start
 from torchrelay.errors import DirectoryInUseError, NotAllowedNowError, UsageError
 from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.code.snapshot import Root, Snapshot, Sources, main_script, sources_of, take
@@ -84,7 +85,15 @@ def choose_to_train(start: TrainRequest, runs: Sequence[RunInfo]) -> Chosen:
         return Chosen("new", None, "--force")
     same = [one for one in runs if one.identity.same(start.identity)]
     if start.run is not None:
-        return _of_same(start, _named(start.run, same, runs))
+        if (named := next((one for one in same if one.id == start.run), None)) is not None:
+            return _of_same(start, named)
+        if any(one.id == start.run for one in runs):
+            raise NotAllowedNowError(
+                f"code or configuration changed since {start.run}, so it cannot be resumed: train without "
+                "--run to create a new run"
+            )
+        known = ", ".join(one.id for one in runs[-5:]) or "none"
+        raise UsageError(f"unknown run {start.run:.80}; the newest are: {known}")
     if not same:
         if start.retrain or start.rewind:
             option = "--retrain" if start.retrain else "--epoch"
@@ -99,19 +108,6 @@ def choose_to_train(start: TrainRequest, runs: Sequence[RunInfo]) -> Chosen:
 def newest_of(same: Sequence[RunInfo]) -> RunInfo:
     """Return the newest run of exactly this code, else of code that differs only in files of `eval`."""
     return next((one for one in reversed(same) if one.exact), same[-1])
-
-
-def _named(run: str, same: Sequence[RunInfo], runs: Sequence[RunInfo]) -> RunInfo:
-    for one in same:
-        if one.id == run:
-            return one
-    if any(one.id == run for one in runs):
-        raise NotAllowedNowError(
-            f"code or configuration changed since {run}, so it cannot be resumed: train without --run to "
-            "create a new run"
-        )
-    known = ", ".join(one.id for one in runs[-5:]) or "none"
-    raise UsageError(f"unknown run {run:.80}; the newest are: {known}")
 
 
 def _of_this_launch(start: TrainRequest, runs: Sequence[RunInfo]) -> RunInfo | None:
@@ -205,7 +201,8 @@ def launch_of(environ: Mapping[str, str] | None = None) -> str:
     if env.get("SLURM_JOB_ID"):
         return f"slurm {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}"
     if found.elastic:
-        return f"process {socket.gethostname()} {os.getppid()} {_began(os.getppid())}"
+        pid = os.getppid()  # with its start time in clock ticks, because pids are reused
+        return f"process {socket.gethostname()} {pid} {process_start(pid) or ''}"
     return ""
 
 
@@ -213,14 +210,6 @@ def is_restart(environ: Mapping[str, str] | None = None) -> bool:
     """Return True if the launcher restarted its processes."""
     env = os.environ if environ is None else environ
     return read_launch_env(env).restart_count > 0 or env.get(ATTEMPT, "0") not in ("", "0")
-
-
-def _began(pid: int) -> str:
-    """Return the start time of a process in clock ticks, because pids are reused."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 RUNS = "TORCHRELAY_RUNS"
@@ -248,9 +237,9 @@ class ProgramOrigin:
             return False
         return None if self.roots is not None else self.sources
 
-    def store(self, runs: str | None, environ: Mapping[str, str] | None = None) -> RunStore:
+    def store(self, runs: str | None) -> RunStore:
         """Return the directory of runs: as typed, else from the environment, else the program's."""
-        said = runs or (os.environ if environ is None else environ).get(RUNS)
+        said = runs or os.environ.get(RUNS)
         refuse_remote(said or "", f"the program {self.name}")
         return RunStore(Path(os.path.abspath(said or self.runs)) / self.name)  # noqa: PTH100 - without `..`
 
@@ -291,7 +280,9 @@ def origin_of(program: type[Any]) -> ProgramOrigin:
     sources: Sources | None = Sources([folder])
     if program.code is not None:
         sources, roots = (None if program.code is False else sources_of(program.code)), None
-    name = _checked(program.name or (file.stem if script is not None else program.__name__))
+    name = program.name or (file.stem if script is not None else program.__name__)
+    if not isinstance(name, str) or name.startswith(".") or "/" in name or "\0" in name:
+        raise UsageError(f"invalid experiment name {name!r:.80}: expected a valid directory name")
     runs = file.parent / program.runs_dir if program.runs_dir is not None else folder / "runs"
     return ProgramOrigin(name, file, sources, roots, runs)
 
@@ -308,9 +299,3 @@ def _of_module(program: type[Any]) -> tuple[Path, Path]:
     path = Path(file).resolve()
     depth = program.__module__.count(".") + (path.name == "__init__.py")
     return path, path.parents[depth]
-
-
-def _checked(name: Any) -> str:
-    if not isinstance(name, str) or not name or name.startswith(".") or "/" in name or "\0" in name:
-        raise UsageError(f"invalid experiment name {name!r:.80}: expected a valid directory name")
-    return name
