@@ -93,7 +93,9 @@ def look_at(path: Path, now: float | None = None) -> RunLook:
     look: dict[str, Any] = {"name": run.name, "unreadable": wrong or odd}
     if not isinstance(state, str):
         return RunLook(state="unreadable" if wrong else "starting", **look)
-    look |= _whole_numbers(status, "attempt", "epoch") | _failure(status)
+    look |= _whole_numbers(status, "attempt", "epoch")
+    names = {"doing": "error", "host": "host"}
+    look |= {name: value for name, key in names.items() if isinstance(value := status.get(key), str)}
     if state == "RUNNING":
         look |= _from_live(live, status, now)
     look |= _from_lines(
@@ -112,12 +114,6 @@ def _read(read: Any) -> tuple[dict[str, Any], str]:
 
 def _whole_numbers(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: found[name] for name in names if type(found.get(name)) is int}
-
-
-def _failure(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return error and host of a failed run."""
-    error, host = status.get("error"), status.get("host")
-    return {"doing": error if isinstance(error, str) else "", "host": host if isinstance(host, str) else ""}
 
 
 def _from_live(live: Mapping[str, Any], status: Mapping[str, Any], now: float) -> dict[str, Any]:

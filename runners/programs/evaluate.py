@@ -44,7 +44,6 @@ from torchrelay.metadata.experiments import (
 from torchrelay.metadata.fs import finite
 from torchrelay.models.package.reader import Package
 from torchrelay.records import dataclass
-from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.evaluation import (
     PredictionFile,
     format_of,
@@ -419,8 +418,14 @@ def evaluate_configuration(command: ConfigCommand) -> int:
 
         def evaluate_own() -> None:
             phase.model.eval()
-            for path, out in own:
-                _rows_of_one(context, phase, _of(dataset, path), out)
+            for path, out in own:  # one row per sample, in order
+                loader: Any = Network().build_loader(context, phase.keys, _of(dataset, path))
+                result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
+                with torch.no_grad(), result.part() as part:
+                    for batch in loader.placed(0, 1):
+                        write_rows(phase, batch, phase.model(moved_batch(batch, context.device)), part)
+                result.merge({})
+                result.close()
 
         together(peers, "evaluation", evaluate_own)
         _finish(command, used, work, own)
@@ -446,17 +451,6 @@ def _profile(command: ConfigCommand) -> tuple[RunnerSection, Dataset]:
 
 def _of(dataset: Dataset, file: Path) -> Dataset:
     return replace(dataset, data_path=(str(file.absolute()),))
-
-
-def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out: Path) -> None:
-    """Write one row per sample of a file, in order; the result is published atomically."""
-    loader: Any = Network().build_loader(context, phase.keys, dataset)
-    result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
-    with torch.no_grad(), result.part() as part:
-        for batch in loader.placed(0, 1):
-            write_rows(phase, batch, phase.model(moved_batch(batch, context.device)), part)
-    result.merge({})
-    result.close()
 
 
 def package(command: ProgramCommand) -> int:

@@ -130,7 +130,18 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
             {
                 **dict(zip("ab", places, strict=True)),
                 "counts": {kind: counts[kind] for kind in _WORDS},
-                "changes": [_change_json(change) for change in shown],
+                "changes": [
+                    {
+                        "leaf": change.name,
+                        "blob": change.blob,
+                        "kind": change.kind,
+                        "before": change.before,
+                        "after": change.after,
+                        "elements": change.elements,
+                        "figures": None if change.change is None else change.change.json(),
+                    }
+                    for change in shown
+                ],
                 "bytes": {"read": read, "tensors": stored},
             }
         )
@@ -202,15 +213,3 @@ def _percent(count: int, of: int) -> str:
     if count < 0.0001 * of:
         return "<0.01%"
     return f"{100 * count / of:.3g}%" if count < 0.99 * of else "99+%"
-
-
-def _change_json(one: LeafChange) -> dict[str, Any]:
-    return {
-        "leaf": one.name,
-        "blob": one.blob,
-        "kind": one.kind,
-        "before": one.before,
-        "after": one.after,
-        "elements": one.elements,
-        "figures": None if one.change is None else one.change.json(),
-    }

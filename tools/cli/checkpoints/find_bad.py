@@ -81,8 +81,21 @@ def find_jump(chosen: argparse.Namespace, output: Output) -> int:
     earlier = [one for one in selected.view.line(selected.entry.branch) if one.position.boundary]
     earlier = [one for one in earlier if one.position.epoch < series[jump.at][0]]
     resume = resume_before(selected, earlier)
+    epoch, value = series[jump.at]
     if output.json:
-        output.value(_jump_json(chosen.metric, series, jump, resume))
+        output.value(
+            {
+                "found": True,
+                "metric": chosen.metric,
+                "epoch": epoch,
+                "value": value if math.isfinite(value) else str(value),
+                "before": series[jump.at - 1][1] if jump.at else None,
+                "usual_change": jump.usual,
+                "spread": jump.spread,
+                "epochs": len(series),
+                "resume": _resume_json(resume),
+            }
+        )
     else:
         output.line(_jump_line(chosen.metric, series, jump), "damaged")
         output.line(resume[1] if resume else _NO_RESUME)
@@ -127,21 +140,6 @@ def _jump_line(name: str, series: Sequence[tuple[int, float]], jump: Jump) -> st
         f"epoch {epoch}: {name} jumps from {human_number(before)} to {human_number(value)}; "
         f"the usual change is {usual} +/- {spread}"
     )
-
-
-def _jump_json(name: str, series: Sequence[tuple[int, float]], jump: Jump, resume: Resume) -> dict[str, Any]:
-    epoch, value = series[jump.at]
-    return {
-        "found": True,
-        "metric": name,
-        "epoch": epoch,
-        "value": value if math.isfinite(value) else str(value),
-        "before": series[jump.at - 1][1] if jump.at else None,
-        "usual_change": jump.usual,
-        "spread": jump.spread,
-        "epochs": len(series),
-        "resume": _resume_json(resume),
-    }
 
 
 _SHOWN = 20

@@ -243,7 +243,13 @@ def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
     """Print source, configuration and environment, in this order; `stat` omits the lines of files."""
     _say_code(output, found.a, found.b, found.code)
     for one in (*found.files, *found.configs):
-        _say_file(output, one, stat=stat)
+        came, went = one.counts
+        if stat or one.lines is None:
+            how = "binary" if one.lines is None else f"+{came} -{went}"
+            output.line(f"  {one.name}  {how}")
+            continue
+        for line in one.lines:
+            output.line(line, _STYLES.get(line[:1]), tabs=True)
     for name, (before, after) in found.captured.items():
         output.line(f"{name}: {before} -> {after}")
     if not (found.code or found.configs or found.captured):
@@ -267,17 +273,6 @@ def _say_code(output: Output, a: CapturedStart, b: CapturedStart, found: SourceC
 
 def _short(start: CapturedStart) -> str:
     return start.archive.code_id[:SHORT] if start.archive is not None else "none"
-
-
-def _say_file(output: Output, one: FileDiff, *, stat: bool) -> None:
-    """Print the changed lines of a file, or with `stat` their counts."""
-    came, went = one.counts
-    if stat or one.lines is None:
-        how = "binary" if one.lines is None else f"+{came} -{went}"
-        output.line(f"  {one.name}  {how}")
-        return
-    for line in one.lines:
-        output.line(line, _STYLES.get(line[:1]), tabs=True)
 
 
 def difference_json(found: Difference, *, stat: bool) -> dict[str, Any]:

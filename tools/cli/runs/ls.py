@@ -85,11 +85,9 @@ def best_of(lines: Sequence[Mapping[str, Any]], best: tuple[str, str]) -> tuple[
     return sign * value, epoch
 
 
-def best_text(line: RunLine | LibraryLine) -> str:
-    """Format the best value of a run: `val/acc=0.9 (epoch 3)`; empty if it has none."""
-    if line.best is None:
-        return ""
-    return f"{line.metric}={human_number(line.best)} (epoch {line.best_epoch})"
+def best_text(metric: str | None, best: float, epoch: int | None) -> str:
+    """Format the best value of a run: `val/acc=0.9 (epoch 3)`."""
+    return f"{metric}={human_number(best)} (epoch {epoch})"
 
 
 def _best(path: Path, run: RunDirectory) -> tuple[str | None, float | None, int | None]:
@@ -109,67 +107,40 @@ def _number(value: Any) -> float | None:
 _RUN_COLUMNS = ("run", "job", "state", "epoch", "best", "updated")
 
 
-@dataclass(frozen=True)
-class RunLine:
-    """One run, an object of `ls --json`; `problem` is why its metadata cannot be read."""
-
-    run: str
-    job: str | None = None
-    state: str | None = None
-    stands: str = NOT_BEGUN.word
-    why: str = ""
-    epoch: int | None = None
-    metric: str | None = None
-    best: float | None = None
-    best_epoch: int | None = None
-    updated: float | None = None
-    problem: str | None = None
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of the table."""
-        return (
-            self.run,
-            self.job or "?",
-            "unreadable" if self.problem else self.why if self.stands == "silent" else self.stands,
-            "-" if self.epoch is None else str(self.epoch),
-            best_text(self) or "-",
-            "-" if self.updated is None else time_text(self.updated),
-        )
+_UNKNOWN: dict[str, Any] = {
+    "job": None, "state": None, "stands": NOT_BEGUN.word, "why": "", "epoch": None, "metric": None,
+    "best": None, "best_epoch": None, "updated": None, "problem": None,
+}  # fmt: skip
 
 
-def list_runs(paths: Sequence[Path], output: Output) -> int:
-    """Print the runs; a damaged run is listed with its problem on stderr."""
-    lines = [_run_line(path) for path in paths]
-    if output.json:
-        output.value({"runs": list(map(vars, lines))})
-        return 0
-    output.table(_RUN_COLUMNS, [line.cells() for line in lines])
-    for line in lines:
-        if line.problem:
-            output.notice(f"{line.run}: {printable(line.problem)}")
-    return 0
-
-
-def _run_line(path: Path) -> RunLine:
+def _run_json(path: Path) -> dict[str, Any]:
+    """Return the object of `ls --json`; `problem` is why the metadata of the run cannot be read."""
     run = RunDirectory(path)
     try:
-        identity, status, best = run.identity() or {}, run.status(), _best(path, run)
+        identity, status, (metric, best, best_epoch) = run.identity() or {}, run.status(), _best(path, run)
         updated, state = status.get("updated"), status.get("state")
         lines, stands = run.metrics(), standing(path)
         epoch = status.get("committed")  # final status of an ended run, else the notes beside its epochs
         if type(epoch) is not int:
             epoch = next((line["epoch"] for line in reversed(lines) if line.get("saved") is True), None)
     except RelayError as error:
-        return RunLine(run.name, problem=str(error))
-    return RunLine(
-        run.name,
-        identity.get("job"),
-        stands.state(state if isinstance(state, str) else None),
-        stands.word,
-        stands.why,
-        epoch,
-        *best,
-        updated if type(updated) in (int, float) else None,
+        return {"run": run.name, **_UNKNOWN, "problem": str(error)}
+    known = {
+        "job": identity.get("job"), "state": stands.state(state if isinstance(state, str) else None),
+        "stands": stands.word, "why": stands.why, "epoch": epoch, "metric": metric, "best": best,
+        "best_epoch": best_epoch, "updated": updated if type(updated) in (int, float) else None,
+    }  # fmt: skip
+    return {"run": run.name, **_UNKNOWN, **known}
+
+
+def _run_cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        line["run"],
+        line["job"] or "?",
+        "unreadable" if line["problem"] else line["why"] if line["stands"] == "silent" else line["stands"],
+        "-" if line["epoch"] is None else str(line["epoch"]),
+        "-" if line["best"] is None else best_text(line["metric"], line["best"], line["best_epoch"]),
+        "-" if line["updated"] is None else time_text(line["updated"]),
     )
 
 
@@ -184,13 +155,11 @@ LIBRARY = arg("--runs", "directory to find run ids in (default: TORCHRELAY_RUNS,
 def library(asked: str | None) -> Path:
     """Return the directory of the library (default TORCHRELAY_RUNS, else `runs`), for a URL a mirror."""
     text = asked or os.environ.get("TORCHRELAY_RUNS") or "runs"
-    return _stored_library(text) if is_remote(text) else Path(text)
-
-
-def _stored_library(url: str) -> Path:
+    if not is_remote(text):
+        return Path(text)
     from torchrelay.runners.remote_runs.local_copies import mirror_of
 
-    mirror = mirror_of(url)
+    mirror = mirror_of(text)
     names = [""] if mirror.is_run() else mirror.names(_DEPTH)
     mirror.root.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -278,7 +247,7 @@ class LibraryLine:
     def key_metric(self) -> str:
         """The best value of the run's metric, else the newest test results."""
         if self.best is not None:
-            return best_text(self)
+            return best_text(self.metric, self.best, self.best_epoch)
         found = self.test or {}
         values = [
             f"{name}={human_number(value) if isinstance(value, float) else value}"
@@ -335,52 +304,35 @@ def _ids(path: Path, note: ProgramRecord | None) -> tuple[str | None, str | None
 _COLUMNS = ("epoch", "branch", "ranks", "bytes", "state", "metrics", "directory")
 
 
-@dataclass(frozen=True)
-class EpochLine:
-    """One committed epoch as shown by `ls`; fields from the manifest are None if it is unreadable."""
-
-    entry: CommittedPosition
-    states: tuple[str, ...]
-    tags: tuple[str, ...]
-    world_size: int | None
-    nbytes: int | None
-    metrics: Mapping[str, float]
-
-    def json(self) -> dict[str, Any]:
-        """Return the object of `ls --json`; NaN and Inf are strings."""
-        return {
-            **entry_json(self.entry),
-            "world_size": self.world_size,
-            "bytes": self.nbytes,
-            "states": list(self.states),
-            "tags": list(self.tags),
-            "metrics": {name: finite(value) for name, value in self.metrics.items()},
-        }
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of the table."""
-        return (
-            str(self.entry.position),
-            str(self.entry.branch),
-            "?" if self.world_size is None else str(self.world_size),
-            human_bytes(self.nbytes),
-            ", ".join((*self.states, *self.tags)) or "ok",
-            metrics_text(self.metrics),
-            self.entry.attempt_name,
-        )
+def _epoch_cells(entry: CommittedPosition, line: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        str(entry.position),
+        str(entry.branch),
+        "?" if line["world_size"] is None else str(line["world_size"]),
+        human_bytes(line["bytes"]),
+        ", ".join((*line["states"], *line["tags"])) or "ok",
+        metrics_text(metrics_of(line)),
+        entry.attempt_name,
+    )
 
 
 @verb("list the runs in a directory, or the epochs of a run", PLACE_OR_RUNS)
 def ls(chosen: argparse.Namespace, output: Output) -> int:
     """List runs or epochs; reads the log and the manifests, but no shards."""
     if runs := runs_below(chosen.path):
-        return list_runs(runs, output)
+        found = [_run_json(path) for path in runs]
+        if output.json:
+            output.value({"runs": found})
+            return 0
+        output.table(_RUN_COLUMNS, list(map(_run_cells, found)))
+        output.notices(f"{run['run']}: {printable(run['problem'])}" for run in found if run["problem"])
+        return 0
     place = locate(chosen.path)
     with undisturbed():
         view = place.log()
         current, notes = current_keys(view), read_notes(place.storage)
         entries = (*view.abandoned(), *view.line())  # the current branch last
-        lines = [_line(place.storage, view, entry, current, notes) for entry in entries]
+        lines = [_epoch_json(place.storage, view, entry, current, notes) for entry in entries]
     output.notices(view.notices)
     stands = None if place.run is None else standing(place.run.path)
     if output.json:
@@ -391,12 +343,13 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
                 "job": view.job_name,
                 "uuid": view.job_uuid,
                 "branch": view.current.id,
-                "epochs": [line.json() for line in lines],
+                "epochs": lines,
                 "notices": list(view.notices),
             }
         )
     elif lines:
-        output.table(_COLUMNS, [line.cells() for line in lines], spare=("directory", "ranks"))
+        rows = [_epoch_cells(entry, line) for entry, line in zip(entries, lines, strict=True)]
+        output.table(_COLUMNS, rows, spare=("directory", "ranks"))
     else:
         output.line(f"no committed epochs in {chosen.path}")
     if stands is not None and not stands.over and stands.word != "created" and not output.json:
@@ -404,9 +357,10 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _line(
+def _epoch_json(
     storage: Storage, view: LogView, entry: CommittedPosition, current: Collection[Key], notes: Notes | None
-) -> EpochLine:
+) -> dict[str, Any]:
+    """Return the object of `ls --json`; values of an unreadable manifest are None, NaN and Inf strings."""
     try:
         seen = glance_or_notes(storage, entry)
     except OSError:  # `verify` reports the damage
@@ -416,11 +370,11 @@ def _line(
         states.append("replicated" if entry.attempt_name in notes.replicated else "local")
     if seen is None and entry.healthy:
         states.append("manifest unreadable")
-    return EpochLine(
-        entry,
-        tuple(states),
-        tuple(marks_of(view, entry)),
-        None if seen is None else seen.nodes,
-        None if seen is None else seen.own_bytes,
-        {} if seen is None else seen.metrics,
-    )
+    return {
+        **entry_json(entry),
+        "world_size": None if seen is None else seen.nodes,
+        "bytes": None if seen is None else seen.own_bytes,
+        "states": states,
+        "tags": marks_of(view, entry),
+        "metrics": {} if seen is None else {name: finite(one) for name, one in seen.metrics.items()},
+    }
