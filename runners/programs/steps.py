@@ -131,10 +131,67 @@ def _flat(values: list[Any]) -> list[float]:
     return found
 
 
-class ProgramParts:
-    """The parts of a program: override `make_...`; the properties hold what was made.
+FILE = "signature.json"
+_BATCH = "batch"
 
-    `config` is the configuration of `-m FILE`, None without one; it is set before `__init__` runs.
+
+class FirstCall:
+    """Record the shapes of a module's first call, then remove the hook."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.signature: Signature | None = None
+        self._handle = module.register_forward_hook(self._seen, with_kwargs=True)
+
+    def _seen(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        self._handle.remove()
+        named = [*zip(_names(module, len(args)), args, strict=True), *kwargs.items()]
+        inputs = [spec for name, value in named for spec in _specs(name, value)]
+        outputs = list(_specs("output", output))
+        if inputs and outputs and all(spec.shape for spec in inputs):  # tensors with a first dimension
+            self.signature = Signature(tuple(inputs), tuple(outputs))
+
+    def write(self, run: Path) -> None:
+        """Store the signature in the run, once; errors are ignored."""
+        if self.signature is not None and not (run / FILE).exists():
+            with suppress(RelayError):
+                write_json(run / FILE, self.signature.to_json(), durable=False)
+
+
+def _names(module: nn.Module, count: int) -> list[str]:
+    """Return the names of `forward`'s first parameters."""
+    try:
+        known = [
+            one.name
+            for one in inspect.signature(module.forward).parameters.values()
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        known = []
+    return [known[at] if at < len(known) else f"input_{at}" for at in range(count)]
+
+
+def _specs(name: str, value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, torch.Tensor):
+        rest = tuple(value.shape)[1:]
+        shape: tuple[Size, ...] = (_BATCH, *rest) if value.ndim else ()
+        yield TensorSpec(name, shape, str(value.dtype).removeprefix("torch."))
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _specs(str(key) if name == "output" else f"{name}.{key}", one)
+    elif isinstance(value, (list, tuple)):
+        for at, one in enumerate(value):
+            yield from _specs(f"{name}_{at}", one)
+
+
+class ProgramSteps:
+    """Parts of a program, and training, validation and testing, from the inside out.
+
+    `make_...` can be overridden; the properties hold what was made. `config` is the configuration of `-m
+    FILE`, None without one; it is set before `__init__` runs.
+
+    prepare(batch) -> inputs, targets       forward(inputs) -> output      loss(output, targets)
+    backward(loss, batch)                   iteration(batch)               epoch(ctx)
+    measure(output, targets) -> numbers     single_test(batch)             validate(ctx), test_on(data)
     """
 
     seed: int = 0
@@ -142,6 +199,13 @@ class ProgramParts:
     config: Config | None = None
     parts: ClassVar[tuple[str, ...]] = ("data", "model", "criterion", "optimizer", "scheduler")
     """The order in which a training creates the parts."""
+    reductions: ClassVar[Mapping[str, Reduction]] = {}
+    """Reduction of metrics over an epoch, by name (`score`, or `val/score` for one stream): `mean` (default),
+    `sum last min max`, `all` (all values are kept), or a function of the list of all values."""
+    validate_every: int = 1
+    """Validate after every N epochs if there is a dataset `val`; 0: never."""
+
+    # Parts
 
     def make_data(self) -> Mapping[str, Any]:
         """Return datasets by name: `train`, and optionally `val` and `test`. Must be overridden."""
@@ -226,73 +290,6 @@ class ProgramParts:
             there = ", ".join(self.data) or "nothing"
             raise UsageError(f"make_data of {type(self).__name__} has no {name!r}, it has {there}")
         return self.data[name]
-
-
-FILE = "signature.json"
-_BATCH = "batch"
-
-
-class FirstCall:
-    """Record the shapes of a module's first call, then remove the hook."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.signature: Signature | None = None
-        self._handle = module.register_forward_hook(self._seen, with_kwargs=True)
-
-    def _seen(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        self._handle.remove()
-        named = [*zip(_names(module, len(args)), args, strict=True), *kwargs.items()]
-        inputs = [spec for name, value in named for spec in _specs(name, value)]
-        outputs = list(_specs("output", output))
-        if inputs and outputs and all(spec.shape for spec in inputs):  # tensors with a first dimension
-            self.signature = Signature(tuple(inputs), tuple(outputs))
-
-    def write(self, run: Path) -> None:
-        """Store the signature in the run, once; errors are ignored."""
-        if self.signature is not None and not (run / FILE).exists():
-            with suppress(RelayError):
-                write_json(run / FILE, self.signature.to_json(), durable=False)
-
-
-def _names(module: nn.Module, count: int) -> list[str]:
-    """Return the names of `forward`'s first parameters."""
-    try:
-        known = [
-            one.name
-            for one in inspect.signature(module.forward).parameters.values()
-            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        known = []
-    return [known[at] if at < len(known) else f"input_{at}" for at in range(count)]
-
-
-def _specs(name: str, value: Any) -> Iterator[TensorSpec]:
-    if isinstance(value, torch.Tensor):
-        rest = tuple(value.shape)[1:]
-        shape: tuple[Size, ...] = (_BATCH, *rest) if value.ndim else ()
-        yield TensorSpec(name, shape, str(value.dtype).removeprefix("torch."))
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _specs(str(key) if name == "output" else f"{name}.{key}", one)
-    elif isinstance(value, (list, tuple)):
-        for at, one in enumerate(value):
-            yield from _specs(f"{name}_{at}", one)
-
-
-class ProgramSteps(ProgramParts):
-    """Training, validation and testing, from the inside out.
-
-    prepare(batch) -> inputs, targets       forward(inputs) -> output      loss(output, targets)
-    backward(loss, batch)                   iteration(batch)               epoch(ctx)
-    measure(output, targets) -> numbers     single_test(batch)             validate(ctx), test_on(data)
-    """
-
-    reductions: ClassVar[Mapping[str, Reduction]] = {}
-    """Reduction of metrics over an epoch, by name (`score`, or `val/score` for one stream): `mean` (default),
-    `sum last min max`, `all` (all values are kept), or a function of the list of all values."""
-    validate_every: int = 1
-    """Validate after every N epochs if there is a dataset `val`; 0: never."""
 
     # With a batch
 

@@ -28,7 +28,14 @@ from torchrelay.errors import NoProgressError, NoProvableEpochError, PreemptedEr
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.tools.launch.on_host import words_of
-from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, check_notice, read_options, shown
+from torchrelay.tools.launch.request import (
+    LaunchFile,
+    LaunchRequest,
+    check_notice,
+    form_of,
+    read_options,
+    shown,
+)
 
 Value = dict[str, Any]
 LABEL = 63
@@ -56,18 +63,6 @@ def job_name(name: str, longest_tail: str) -> str:
             f"called <name>{longest_tail}"
         )
     return name
-
-
-def _form(pattern: str, most: int, complaint: str) -> Callable[[str, str], str]:
-    """Return a reader of texts that match a pattern and have at most `most` characters."""
-    form = re.compile(pattern)
-
-    def read(key: str, text: str) -> str:
-        if len(text) > most or not text.isprintable() or form.fullmatch(text) is None:
-            raise UsageError(f"--set {key}={shown(text)}{complaint}")
-        return text
-
-    return read
 
 
 def variable_name(name: str) -> str:
@@ -129,14 +124,14 @@ def options_of(request: LaunchRequest) -> KubernetesOptions:
     return found
 
 
-_object_name = _form(
+_object_name = form_of(
     rf"{_LABEL}(\.{_LABEL})*", 253,
     ": expected a Kubernetes name of lowercase letters, digits, - and .",
 )  # fmt: skip
-_label_name = _form(_LABEL, LABEL, f": expected 1 to {LABEL} lowercase letters, digits and -")
-_path = _form("/[^:]*", sys.maxsize, ": expected an absolute path in the container, such as /runs")
-_entry = _form("[-._A-Za-z0-9]+", 253, ": expected the name of an entry of a secret")
-_quantity = _form(
+_label_name = form_of(_LABEL, LABEL, f": expected 1 to {LABEL} lowercase letters, digits and -")
+_path = form_of("/[^:]*", sys.maxsize, ": expected an absolute path in the container, such as /runs")
+_entry = form_of("[-._A-Za-z0-9]+", 253, ": expected the name of an entry of a secret")
+_quantity = form_of(
     r"(?=.*[1-9])[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTPE]|[KMGTPE]i)?", sys.maxsize,
     ": expected a quantity such as 4, 500m or 64Gi",
 )  # fmt: skip
@@ -175,15 +170,15 @@ def _python(key: str, text: str) -> str:
 
 
 _READ: Mapping[str, Callable[[str, str], object]] = {
-    "image": _form("[!-~]+", 500, ": expected an image such as registry.example/train:1"),
-    "kind": _form("|".join(KINDS), LABEL, f": expected one of {', '.join(KINDS)}"),
+    "image": form_of("[!-~]+", 500, ": expected an image such as registry.example/train:1"),
+    "kind": form_of("|".join(KINDS), LABEL, f": expected one of {', '.join(KINDS)}"),
     "namespace": _label_name,
     "python": _python,
     "workdir": _path,
     "pvc": _claim,
     "secret": _secret,
     "gpus": _whole(0, 1024),
-    "gpu_resource": _form(
+    "gpu_resource": form_of(
         "([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?", 253 + 1 + LABEL,
         ": expected a resource of a node such as nvidia.com/gpu",
     ),

@@ -103,6 +103,18 @@ def read_options(
     return found
 
 
+def form_of(pattern: str, most: int, complaint: str) -> Callable[[str, str], str]:
+    """Return a reader of texts that match a pattern and have at most `most` characters."""
+    form = re.compile(pattern)
+
+    def read(key: str, text: str) -> str:
+        if len(text) > most or not text.isprintable() or form.fullmatch(text) is None:
+            raise UsageError(f"--set {key}={shown(text)}{complaint}")
+        return text
+
+    return read
+
+
 def shown(text: str) -> str:
     """Shorten a text for a message: quoted, on one line."""
     quoted = ascii(text)

@@ -22,7 +22,7 @@ from torchrelay.runners.distributed import launcher
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.tools.launch.local import RequestsToEnd
 from torchrelay.tools.launch.outcome import evidence_of, verdict_of
-from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, read_options
+from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, form_of, read_options
 
 SCRIPT, ENVIRONMENT = "torchx.sh", "environment.json"
 LOCAL = "local_"
@@ -129,20 +129,10 @@ def _any(key: str, text: str) -> str:
     return text
 
 
-def _word(key: str, text: str) -> str:
-    if not text.isascii() or not text.isidentifier():
-        raise UsageError(f"--set {key}={text!r:.60}: expected a scheduler, see torchx run --help")
-    return text
-
-
-def _whole(key: str, text: str) -> str:
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise UsageError(f"--set {key}={text!r:.60}: expected a whole number")
-    return text
-
-
+_scheduler = form_of("[A-Za-z_][A-Za-z0-9_]*", 60, ": expected a scheduler, see torchx run --help")
+_whole = form_of("[0-9]+", 9, ": expected a whole number")
 _READ: Mapping[str, Callable[[str, str], str]] = {
-    "scheduler": _word,
+    "scheduler": _scheduler,
     "cfg": _any,
     "image": _any,
     "python": _any,

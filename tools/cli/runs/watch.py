@@ -60,7 +60,12 @@ def top(chosen: argparse.Namespace, output: Output) -> int:
     if output.json:
         output.value({"time": round(time.time(), 3), "runs": [look.json() for look in looks]})
     elif chosen.once or not output.rich:
-        _print(looks, output, chosen.path)
+        if looks:
+            output.table(_COLUMNS, [_cells(look) for look in looks])
+        else:
+            output.line(f"no runs in {', '.join(chosen.path)}")
+        for note in (note for look in looks for note in _notes(look)):
+            output.line(note)
     else:
         _watch(places, chosen.interval, output)
     return 0
@@ -88,16 +93,6 @@ def _looks(places: Sequence[Callable[[], list[Path]]]) -> list[RunLook]:
         look, stands = look_at(run), standing(run)
         found.append(replace(look, state=stands.state(look.state), stands=stands.word, why=stands.why))
     return found
-
-
-def _print(looks: Sequence[RunLook], output: Output, paths: Sequence[str]) -> None:
-    if not looks:
-        output.line(f"no runs in {', '.join(paths)}")
-        return
-    output.table(_COLUMNS, [_cells(look) for look in looks])
-    for look in looks:
-        for note in _notes(look):
-            output.line(note)
 
 
 def _watch(places: Sequence[Callable[[], list[Path]]], every_secs: float, output: Output) -> None:
@@ -211,8 +206,14 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
         found.setdefault(run.path.resolve(), run)
     runs = list(found.values())
     target = None if in_store(chosen.output) else Path(chosen.output)
-    if target is not None:
-        _check_target(target, runs)
+    if target is not None:  # before anything is read
+        if target.is_dir():
+            raise UsageError(f"{target} is a directory; give -o a file name")
+        if not target.absolute().parent.is_dir():
+            raise UsageError(f"{target.parent} does not exist or is not a directory; create it")
+        for run in runs:
+            if target.resolve().is_relative_to((run.path / "checkpoints").resolve()):
+                raise UsageError(f"{target} is inside the checkpoints of {run.where}; choose another file")
     facts = [gather(run, limits_of(chosen)) for run in runs]
     page = report_page(facts).encode()
     if target is None:
@@ -229,17 +230,6 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
         f"wrote {chosen.output} ({human_bytes(len(page))}): {', '.join(names)}",
     )
     return 0
-
-
-def _check_target(target: Path, runs: list[RunDirectory]) -> None:
-    """Raise UsageError, before reading anything, if the page cannot be written there."""
-    if target.is_dir():
-        raise UsageError(f"{target} is a directory; give -o a file name")
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"{target.parent} does not exist or is not a directory; create it")
-    for run in runs:
-        if target.resolve().is_relative_to((run.path / "checkpoints").resolve()):
-            raise UsageError(f"{target} is inside the checkpoints of {run.where}; choose another file")
 
 
 _PORT = 8321
