@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.records import dataclass
 from torchrelay.runners.distributed import launcher
 from torchrelay.runners.distributed.launcher import DIRECTORY
 from torchrelay.runners.monitoring.console import Output
@@ -101,34 +100,26 @@ _LAST_SECS = GRACE_SECS + 15.0
 """Time from a signal to the agents until they are killed; they kill their ranks earlier."""
 
 
-@dataclass(frozen=True)
-class NodeAttempt:
-    """An attempt of a node: its script, directory of logs and notes, number and launch id.
-
-    `apart`: redirect the ranks' stdout to stderr, because stdout is used for JSON.
-    """
-
-    script: Path
-    directory: Path
-    number: int
-    launch_id: str
-    apart: bool = False
-
-
 def run_attempt(
-    attempt: NodeAttempt, nodes: int, limit_secs: int | None, asked: RequestsToEnd
+    script: Path,
+    directory: Path,
+    known: Mapping[str, str],
+    nodes: int,
+    limit_secs: int | None,
+    asked: RequestsToEnd,
+    stdout: int | None,
 ) -> tuple[int, str | None]:
     """Start an agent per node and wait for all; no process is left afterwards.
 
+    `known` are environment variables of the attempt; `directory` is that of its logs and notes.
     Returns the exit code (0 if all are 0, else preferably that of an agent whose own rank failed), and the
     signal or time limit that ended the agents, if any.
     """
-    attempt.directory.mkdir()
+    directory.mkdir()
     environment = {
         **{name: value for name, value in os.environ.items() if name != launcher.NODE_IN},
-        launcher.DIRECTORY: str(attempt.directory),
-        launcher.LAUNCH_ID: attempt.launch_id,
-        launcher.ATTEMPT: str(attempt.number),
+        **known,
+        launcher.DIRECTORY: str(directory),
         launcher.LAUNCHER: str(os.getpid()),
         "TORCHRELAY_LAUNCH_PORT": str(free_port() if nodes > 1 else 0),
     }
@@ -139,29 +130,22 @@ def run_attempt(
     late = False
     try:
         for node in range(nodes):
-            agents.append(_start(attempt, {**environment, launcher.NODE: str(node)}))
+            own = {**environment, launcher.NODE: str(node)}
+            # In its own session, so that only this process receives Ctrl-C and forwards it.
+            agents.append(
+                subprocess.Popen(["/bin/sh", str(script)], env=own, start_new_session=True, stdout=stdout)  # noqa: S603
+            )
         late = _wait(agents, asked, limit)
+    except OSError as error:
+        raise StorageError(f"cannot start {script}: {error.strerror}") from error
     finally:
         for one in agents:
             end_hard(one)
         if any(one.returncode < 0 for one in agents):
-            end_left_behind(attempt.directory, GRACE_SECS, lambda: asked.hurry)
+            end_left_behind(directory, GRACE_SECS, lambda: asked.hurry)
     codes = [one.returncode for one in agents]
     code = max(codes, key=lambda code: (code > 0, code not in (0, LOST), code != 0))
     return code, asked.name or ("the time limit" if late else None)
-
-
-def _start(attempt: NodeAttempt, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start an agent in its own session, so that only this process receives Ctrl-C and forwards it."""
-    try:
-        return subprocess.Popen(  # noqa: S603 - the file that was shown
-            ["/bin/sh", str(attempt.script)],
-            env=environment,
-            start_new_session=True,
-            stdout=_STDERR if attempt.apart else None,
-        )
-    except OSError as error:
-        raise StorageError(f"cannot start {attempt.script}: {error.strerror}") from error
 
 
 def free_port() -> int:
@@ -245,13 +229,15 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
     launch_id, nodes = uuid.uuid4().hex, request.layout.nodes
     with RequestsToEnd() as asked:
         for number in range(request.restarts + 1):
-            attempt = NodeAttempt(
-                directory / SCRIPT, directory / f"attempt_{number}", number, launch_id, output.json
+            attempt = directory / f"attempt_{number}"
+            known = {launcher.LAUNCH_ID: launch_id, launcher.ATTEMPT: str(number)}
+            stdout = _STDERR if output.json else None  # stdout is used for JSON
+            code, by = run_attempt(
+                directory / SCRIPT, attempt, known, nodes, request.time_limit, asked, stdout
             )
-            code, by = run_attempt(attempt, nodes, request.time_limit, asked)
-            found = evidence_of(attempt.directory, well=code == 0, nodes=nodes, asked=by, code=code)
+            found = evidence_of(attempt, well=code == 0, nodes=nodes, asked=by, code=code)
             verdict = verdict_of(found)
-            output.notices(report_lines(found, verdict, attempt.directory))
+            output.notices(report_lines(found, verdict, attempt))
             if not verdict.again or asked.name is not None:
                 break
             if number < request.restarts:

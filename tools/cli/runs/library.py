@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.names import manifest_path, stats_path
-from torchrelay.checkpoint.format.position import CommittedPosition
-from torchrelay.checkpoint.log.view import LogView, branch_of
-from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.log.view import branch_of
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.metadata.code.archive import SHORT, SourceManifest, open_archive, unpack_source
@@ -34,7 +32,6 @@ from torchrelay.metadata.handlers import (
     times_of,
 )
 from torchrelay.metadata.sql.handler import BoundedCalls, parse_url, rows_in
-from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, arg, flag, time_text, verb
 from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.monitoring.text import human_bytes
@@ -224,55 +221,31 @@ def notes_of_place(place: RunLocation) -> list[HandlerEvent]:
     if view.job_uuid is None:
         return []
     directory = place.storage.root.absolute()
-    source = _Source(place.storage, view, directory)
-    noted = []
-    if place.run is not None:
-        noted = notes_of_file(place.run.path / FILE_NAME, source.job, source.prefix)
+    prefix = str(directory)  # of the job in the database
+    job = Holder(view.job_uuid, str(view.job_name), view.generation)
+
+    def holder(branch: int, generation: int) -> Holder:
+        known = branch_of(view.state, branch)
+        base = None if known is None or known.base is None else known.base.epoch
+        return replace(job, generation=generation, branch=branch, base=base)
+
+    noted = [] if place.run is None else notes_of_file(place.run.path / FILE_NAME, job, prefix)
     known = {(note.holder.branch, note.epoch) for note in noted if note.kind == EPOCH}
     found = list(noted)
     for branch in view.branches:  # also those without a saved epoch
-        found.append(HandlerEvent(source.holder(branch.id, view.generation), source.prefix, "branch", 0))
+        found.append(HandlerEvent(holder(branch.id, view.generation), prefix, "branch", 0))
     for entry in view.entries:
-        if entry.position.boundary and (entry.branch, entry.position.epoch) not in known:
-            found += _notes_of_entry(source, entry)
+        if not entry.position.boundary or (entry.branch, entry.position.epoch) in known:
+            continue
+        with suppress(OSError):  # the manifest is unreadable
+            manifest, epoch = codec.read(place.storage, entry), entry.position.epoch
+            writer = holder(entry.branch, manifest.generation)
+            time = (directory / manifest_path(entry.attempt_name)).stat().st_mtime
+            found.append(HandlerEvent(writer, prefix, EPOCH, epoch, time, len(manifest.world.nodes)))
+            with suppress(StorageError):  # `stats.json` is never synced
+                stats = read_json(directory / stats_path(entry.attempt_name)) or {}
+                found += report_notes(writer, prefix, "checkpoint_save", times_of(stats.get("nodes")), time)
     return found
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A log and its directory, which is the prefix of its job in the database."""
-
-    storage: Storage
-    view: LogView
-    directory: Path
-
-    @property
-    def prefix(self) -> str:
-        return str(self.directory)
-
-    @property
-    def job(self) -> Holder:
-        return Holder(str(self.view.job_uuid), str(self.view.job_name), self.view.generation)
-
-    def holder(self, branch: int, generation: int) -> Holder:
-        known = branch_of(self.view.state, branch)
-        base = None if known is None or known.base is None else known.base.epoch
-        return replace(self.job, generation=generation, branch=branch, base=base)
-
-
-def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[HandlerEvent]:
-    """Yield the events of an epoch from its files; none if the manifest is unreadable."""
-    with suppress(OSError):
-        manifest = codec.read(source.storage, entry)
-        holder = source.holder(entry.branch, manifest.generation)
-        time = (source.directory / manifest_path(entry.attempt_name)).stat().st_mtime
-        yield HandlerEvent(
-            holder, source.prefix, EPOCH, entry.position.epoch, time, len(manifest.world.nodes)
-        )
-        with suppress(StorageError):  # `stats.json` is never synced
-            stats = read_json(source.directory / stats_path(entry.attempt_name)) or {}
-            times = times_of(stats.get("nodes"))
-            yield from report_notes(holder, source.prefix, "checkpoint_save", times, time)
 
 
 VARIABLE = "TORCHRELAY_DATABASE"
