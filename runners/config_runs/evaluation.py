@@ -57,22 +57,23 @@ class Tally:
         if not callable(self._counts) or not batch.count:
             return
         with torch.no_grad():
-            for name, count in self._counts(outputs, batch).items():
-                own = torch.as_tensor(count).detach().to(torch.float64)
-                self._sums[name] = self._sums[name] + own if name in self._sums else own
+            _add_counts(self._sums, self._counts(outputs, batch))
 
     def metrics(self, peers: Peers) -> dict[str, float]:
         """Return the model's `metrics_of(counts)` over all processes; all ranks call this."""
         if not callable(self._counts):
             return {}
-        counts = peers.exchange("counts", {name: one.tolist() for name, one in self._sums.items()})
         total: dict[str, torch.Tensor] = {}
-        for one in counts:
-            for name, count in one.items():
-                own = torch.tensor(count, dtype=torch.float64)
-                total[name] = total[name] + own if name in total else own
+        for one in peers.exchange("counts", {name: one.tolist() for name, one in self._sums.items()}):
+            _add_counts(total, one)
         found = self._model.metrics_of(total) if total else {}  # type: ignore[operator]
         return {name: float(value) for name, value in found.items()}
+
+
+def _add_counts(sums: dict[str, torch.Tensor], more: Mapping[str, Any]) -> None:
+    for name, count in more.items():
+        own = torch.as_tensor(count, dtype=torch.float64).detach()
+        sums[name] = sums[name] + own if name in sums else own
 
 
 Row = dict[str, Any]
