@@ -41,7 +41,7 @@ def value_change(before: Any, after: Any) -> str:
     return ", ".join([*found, *more]) or "the order of entries"
 
 
-_GONE = type("Gone", (), {"__repr__": lambda _: "none"})()
+_GONE = object()
 """Placeholder for a missing entry."""
 
 
@@ -66,7 +66,7 @@ def _plain(json: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "none" if value is _GONE else repr(value)
     if isinstance(value, float) and len(text) > _DIGITS:
         text = f"{value:.6g}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
