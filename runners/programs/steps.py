@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
 
 ALL = "all"
 Reduction = str | Callable[[list[float]], Any]
-
-
-class Log(Protocol):
-    """Protocol of objects that accept metrics: `ctx`, or a separate log."""
-
-    def log(self, name: str, value: Any, reduce: Any = "mean", weight: Any = 1) -> None:
-        """Add a value."""
 
 
 class Collected:
@@ -87,7 +80,7 @@ class Collector:
         """True if any reduction needs all single values."""
         return any(_keeps(one) for one in self._reductions.values())
 
-    def add(self, log: Log, stream: str, values: Mapping[str, Any], weight: Any) -> None:
+    def add(self, log: Any, stream: str, values: Mapping[str, Any], weight: Any) -> None:
         """Add the measurements of a step; `weight` is for means. Raises UsageError unless a mapping."""
         if not isinstance(values, Mapping):
             raise UsageError(f"a step of {stream} returned {values!r:.60}: expected a dict of named numbers")
@@ -98,7 +91,7 @@ class Collector:
             else:
                 log.log(f"{stream}/{name}", value, reduce=reduction, weight=weight)
 
-    def finish(self, log: Log, stream: str, peers: Peers) -> dict[str, list[float]]:
+    def finish(self, log: Any, stream: str, peers: Peers) -> dict[str, list[float]]:
         """Finish an epoch of a stream on all ranks; returns the values that are not reduced."""
         if not self.keeps:
             return {}

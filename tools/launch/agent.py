@@ -45,10 +45,13 @@ class RankFiles(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the log files of the ranks with these environments, by local rank."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        stems = {local: self._stem(env) for local, env in envs.items()}
-        shown = [local for local, env in envs.items() if env.get("RANK") == "0"]
+        stems = {}
         for local, env in envs.items():
+            restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+            again = "" if restart == "0" else f".restart_{restart}"
+            stems[local] = str(self._directory / f"rank_{env['RANK']}{again}")
             env["TORCHELASTIC_ERROR_FILE"] = f"{stems[local]}.error.json"
+        shown = [local for local, env in envs.items() if env.get("RANK") == "0"]
         out = {local: f"{stem}.out" for local, stem in stems.items()}
         err = {local: f"{stem}.err" for local, stem in stems.items()}
         return LogsDest(
@@ -59,11 +62,6 @@ class RankFiles(LogsSpecs):
             {local: f"{stem}.error.json" for local, stem in stems.items()},
         )
 
-    def _stem(self, env: dict[str, str]) -> str:
-        restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        again = "" if restart == "0" else f".restart_{restart}"
-        return str(self._directory / f"rank_{env['RANK']}{again}")
-
 
 def main(words: Sequence[str]) -> int:
     """Run the agent; returns 0 if all its ranks succeeded, else `code_of` their failures."""
@@ -71,7 +69,13 @@ def main(words: Sequence[str]) -> int:
     node = int(os.environ.get(os.environ.get(NODE_IN) or NODE) or 0)
     end: dict[str, Any] = {"host": socket.gethostname(), "failures": [], "signal": None, "error": None}
     try:
-        _run(words, node)
+        config, program, arguments = config_from_args(parse_args(list(words)))
+        # Do not let torchrun guess by host names which node hosts the rendezvous.
+        config.rdzv_configs.setdefault("is_host", str(node == 0))
+        config.log_line_prefix_template = "[rank ${rank}] "
+        if directory := os.environ.get(DIRECTORY):
+            config.logs_specs = RankFiles(Path(directory))
+        elastic_launch(config, program)(*arguments)
     except ChildFailedError as error:
         end["failures"] = failures_of(error)
     except SignalException as error:
@@ -91,17 +95,6 @@ def code_of(failures: Sequence[Mapping[str, Any]]) -> int:
     if first < 0:
         return LOST
     return first if first in TABLE else FAILED
-
-
-def _run(words: Sequence[str], node: int) -> None:
-    args = parse_args(list(words))
-    config, program, arguments = config_from_args(args)
-    # Do not let torchrun guess by host names which node hosts the rendezvous.
-    config.rdzv_configs.setdefault("is_host", str(node == 0))
-    config.log_line_prefix_template = "[rank ${rank}] "
-    if directory := os.environ.get(DIRECTORY):
-        config.logs_specs = RankFiles(Path(directory))
-    elastic_launch(config, program)(*arguments)
 
 
 def failures_of(error: ChildFailedError) -> list[dict[str, Any]]:

@@ -106,7 +106,9 @@ def _place(chosen: argparse.Namespace) -> list[str]:
     """Return torchrun's options for this host, after waiting for host 0."""
     if chosen.layout is None:
         return []
-    endpoint = _endpoint(chosen)
+    endpoint = str(chosen.endpoint)
+    if host := os.environ.get(chosen.host_variable or ""):  # TorchX gives the host in a variable
+        endpoint = f"{host}:{endpoint.rpartition(':')[2]}"
     if chosen.index > 0:
         _wait_for(endpoint)
     return [
@@ -117,12 +119,6 @@ def _place(chosen: argparse.Namespace) -> list[str]:
         f"--rdzv-id={chosen.id}",
         f"--rdzv-conf=is_host={int(chosen.index == 0)},join_timeout={JOIN_SECS}",
     ]
-
-
-def _endpoint(chosen: argparse.Namespace) -> str:
-    """Return the rendezvous address; TorchX schedulers give the host in a variable of their choice."""
-    host = os.environ.get(chosen.host_variable or "")
-    return f"{host}:{chosen.endpoint.rpartition(':')[2]}" if host else str(chosen.endpoint)
 
 
 def _wait_for(endpoint: str) -> None:
