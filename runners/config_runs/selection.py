@@ -19,7 +19,6 @@ from torchrelay.jobs.config.schema import CLUSTER_TRAIN, LOCAL_TRAIN, Dataset, P
 from torchrelay.jobs.config.section_types import ClassPath, split_weights
 from torchrelay.metadata.code.capture import Given
 from torchrelay.metadata.code.snapshot import Sources
-from torchrelay.runners.training.extras.upstream import InitFrom, Upstream
 from torchrelay.runners.training.plan import Recipe
 
 if TYPE_CHECKING:
@@ -253,6 +252,8 @@ def built_on(config: Config) -> dict[str, Any]:
     known = config.settings.upstream
     if not known:
         return {}
+    from torchrelay.runners.training.extras.upstream import InitFrom, Upstream  # with torch
+
     runs = {alias: Upstream(run_of(config, one.run), one.keep or ()) for alias, one in known.items()}
     starts = [
         InitFrom(alias, one.into, one.prefix, dict(one.rename or {}), strict=one.strict)
