@@ -414,65 +414,44 @@ class StragglerSummary:
 
 def summary(actions: Sequence[Sequence[NodeTimes]]) -> StragglerSummary:
     """Summarise several saves or several loads."""
-    by_node: dict[str, list[NodeTimes]] = {}
-    for times in actions:
-        for one in times:
-            by_node.setdefault(one.node, []).append(one)
-    phases = tuple(dict.fromkeys(phase for times in actions for one in times for phase in one.secs))
-    rows = sorted((_row(node, found) for node, found in by_node.items()), key=lambda row: -row.own_secs)
-    return StragglerSummary(
-        len(actions), phases, tuple(rows), _shares(actions, phases), _verdict(actions, rows)
-    )
-
-
-def _row(node: str, found: Sequence[NodeTimes]) -> NodeRow:
     from statistics import median  # only reports need it: a start of a run does not import it
 
-    phases = dict.fromkeys(phase for one in found for phase in one.secs)
-    spent = {phase: [one.secs.get(phase, 0.0) for one in found] for phase in phases}
-    return NodeRow(
-        node,
-        len(found),
-        median(map(own_secs, found)),
-        {phase: (median(secs), max(secs)) for phase, secs in spent.items()},
-    )
+    by_node: dict[str, list[NodeTimes]] = {}
+    spent: dict[str, float] = {}
+    for one in (one for times in actions for one in times):
+        by_node.setdefault(one.node, []).append(one)
+        spent |= {phase: spent.get(phase, 0.0) + secs for phase, secs in one.secs.items()}
+    whole = sum(spent.values())
+    shares = {phase: secs / whole if whole > 0 else 0.0 for phase, secs in spent.items()}
+    rows = []
+    for node, found in by_node.items():
+        own = dict.fromkeys(phase for one in found for phase in one.secs)
+        known = {phase: [one.secs.get(phase, 0.0) for one in found] for phase in own}
+        phases = {phase: (median(secs), max(secs)) for phase, secs in known.items()}
+        rows.append(NodeRow(node, len(found), median(map(own_secs, found)), phases))
+    rows.sort(key=lambda row: -row.own_secs)
+    verdict = None
+    if len(rows) > 1:
+        slowest, *others = rows
+        typical = median(row.own_secs for row in others)
+        excess = {
+            phase: secs - median(row.phases.get(phase, (0.0, 0.0))[0] for row in others)
+            for phase, (secs, _) in slowest.phases.items()
+            if phase not in WAITING
+        }
+        last = Counter(max(times, key=own_secs).node for times in actions if times)
+        verdict = StragglerVerdict(
+            slowest.node,
+            slowest.own_secs >= _RATIO * typical and slowest.own_secs - typical >= _EXCESS_SECS,
+            slowest.own_secs,
+            typical,
+            last[slowest.node],
+            len(actions),
+            max(excess, key=lambda phase: excess[phase], default=""),
+        )
+    return StragglerSummary(len(actions), tuple(spent), tuple(rows), shares, verdict)
 
 
 def own_secs(times: NodeTimes) -> float:
     """Return the seconds of a node's own work, without waiting."""
     return sum(secs for phase, secs in times.secs.items() if phase not in WAITING)
-
-
-def _shares(actions: Iterable[Sequence[NodeTimes]], phases: Iterable[str]) -> Mapping[str, float]:
-    spent = dict.fromkeys(phases, 0.0)
-    for times in actions:
-        for one in times:
-            for phase, secs in one.secs.items():
-                spent[phase] += secs
-    whole = sum(spent.values())
-    return {phase: secs / whole if whole > 0 else 0.0 for phase, secs in spent.items()}
-
-
-def _verdict(actions: Sequence[Sequence[NodeTimes]], rows: Sequence[NodeRow]) -> StragglerVerdict | None:
-    if len(rows) < 2:
-        return None
-    from statistics import median
-
-    slowest = rows[0]
-    typical = median(row.own_secs for row in rows[1:])
-    excess = {
-        phase: secs - median(row.phases.get(phase, (0.0, 0.0))[0] for row in rows[1:])
-        for phase, (secs, _) in slowest.phases.items()
-        if phase not in WAITING
-    }
-    last = Counter(max(times, key=own_secs).node for times in actions if times)
-    much = slowest.own_secs >= _RATIO * typical and slowest.own_secs - typical >= _EXCESS_SECS
-    return StragglerVerdict(
-        slowest.node,
-        much,
-        slowest.own_secs,
-        typical,
-        last[slowest.node],
-        len(actions),
-        max(excess, key=lambda phase: excess[phase], default=""),
-    )
