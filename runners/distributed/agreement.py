@@ -87,12 +87,20 @@ class StorePeers:
             if meanwhile is not None:
                 meanwhile()
             if self.rank == 0:
-                runs = self._lead(topic, hosts, secs, for_others)
+                answer = joined(self._gather(topic, hosts, Deadline(secs)))
+                with undisturbed():
+                    runs = _runs_in(answer)
+                sent = answer if for_others is None else _abridged(runs, topic, for_others)
+                self._store.put(self._answer(), sent)
             else:
                 runs = self._follow(topic, hosts, secs)
         self._forget(leads=self.rank in hosts.leaders)
         if any(entry is None or entry["topic"] != topic for _, entry in runs):
-            self._refuse(topic, hosts.in_rank_order(_spread(runs)), secs)
+            entries = hosts.in_rank_order(_spread(runs))
+            if mismatch := mismatch_text(topic, entries, self.name_of):
+                raise PeerError(mismatch)
+            late = [rank for rank, entry in enumerate(entries) if entry is None]
+            raise DeadlineError(self._late_text(topic, secs, late))
         return hosts.in_rank_order(_spread((count, entry["value"]) for count, entry in runs))
 
     def apart(self) -> StorePeers:
@@ -108,20 +116,13 @@ class StorePeers:
         self._store.put(f"left/{self.rank}", b"")
         self._store.add(_LEAVERS, 1)
 
-    def _lead(
-        self, topic: str, hosts: Hosts, secs: float, for_others: Callable[[Json], Json] | None
-    ) -> _Runs:
-        answer = joined(self._gather(topic, hosts, Deadline(secs)))
-        with undisturbed():
-            runs = _runs_in(answer)
-        self._store.put(self._answer(), answer if for_others is None else _abridged(runs, topic, for_others))
-        return runs
-
     def _follow(self, topic: str, hosts: Hosts, secs: float) -> _Runs:
         """Wait for rank 0's answer on another rank; the lowest one of a host first joins its posts."""
         patience = Deadline(secs + _SLACK_SECS)
         if self.rank in hosts.leaders:
-            self._report(topic, hosts.around(self.rank), secs, patience)
+            keys = [self._key(rank) for rank in hosts.around(self.rank)]
+            if self._await(keys, topic, secs, patience):  # otherwise rank 0 has answered earlier
+                self._store.put(self._reported(self.rank), joined(self._store.get(keys)))
         self._await([self._answer()], topic, secs, patience)
         return _runs_in(self._store.get([self._answer()])[0])
 
@@ -140,12 +141,6 @@ class StorePeers:
                 ]
         found = self._store.get(own + reports)
         return [joined(found[: len(own)]), *found[len(own) :]]
-
-    def _report(self, topic: str, members: Sequence[int], secs: float, patience: Deadline) -> None:
-        """Join the posts of the own host for rank 0, unless it answers earlier."""
-        keys = [self._key(rank) for rank in members]
-        if self._await(keys, topic, secs, patience):
-            self._store.put(self._reported(self.rank), joined(self._store.get(keys)))
 
     def _await(self, keys: Sequence[str], topic: str, secs: float, patience: Deadline) -> bool:
         """Wait until the keys exist (True) or rank 0 has answered."""
@@ -177,13 +172,6 @@ class StorePeers:
         if needed:
             names = ", ".join(self.name_of(rank) for rank in needed[:16])
             raise PeerError(f"{names} exited without reaching {topic!r}, where the other ranks wait")
-
-    def _refuse(self, topic: str, entries: list[Json], secs: float) -> None:
-        """Raise an error that names ranks at other topics, or late ones."""
-        if mismatch := mismatch_text(topic, entries, self.name_of):
-            raise PeerError(mismatch)
-        late = [rank for rank, entry in enumerate(entries) if entry is None]
-        raise DeadlineError(self._late_text(topic, secs, late))
 
     def _late_text(self, topic: str, secs: float, late: Sequence[int]) -> str:
         """Name the late ranks and, as far as they answer, what they are doing and at which line."""

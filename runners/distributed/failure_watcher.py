@@ -63,11 +63,8 @@ class MonitorLine:
     """Receive failures from the host monitor; for one thread, but `leave` may come from another."""
 
     def __init__(self, line: JsonLineSocket, token: str, own: ProcessId) -> None:
-        self._line = line
-        self._own = own
-        self._token = token
+        self._line, self._own, self._token, self._left = line, own, token, False
         self._failure: Failure | None = None
-        self._left = False
 
     def introduce(self, thread: int) -> None:
         """Send rank, pid and the thread of this process that is always scheduled."""
@@ -111,14 +108,10 @@ def join_host_monitor(
             shared=len(groups) > 1 and hub is None,
             hub={key: hub[key] for key in ("addresses", "port", "host", "ranks")} if hub else None,
         )
-        posted: Message = {
-            "port": launch_host_monitor(orders)[0],
-            "token": orders.token,
-            "host": orders.host,
-            "ranks": groups[index],
-        }
+        posted: Message = {"token": orders.token, "host": orders.host, "ranks": groups[index]}
+        posted["port"] = launch_host_monitor(orders)[0]
         posted["addresses"] = _addresses(master, orders.host) if orders.shared else []
-        store.put(_key(index), json.dumps(posted).encode())
+        store.put(f"monitor/{index}", json.dumps(posted).encode())
     found = _posted(store, index)
     try:
         line = connect_to("127.0.0.1", found["port"], CONNECT_SECS)
@@ -128,13 +121,13 @@ def join_host_monitor(
 
 
 def _posted(store: StoreClient, index: int) -> Message:
-    deadline = Deadline(_START_SECS)
-    while not store.wait([_key(index)], deadline.left):
+    key, deadline = f"monitor/{index}", Deadline(_START_SECS)
+    while not store.wait([key], deadline.left):
         if deadline.over:
             raise DeadlineError(
                 f"waited {_START_SECS:g} s for the lowest rank of host {index} to start its host monitor"
             )
-    return dict(json.loads(store.get([_key(index)])[0]))
+    return dict(json.loads(store.get([key])[0]))
 
 
 def launch_host_monitor(orders: Orders) -> tuple[int, int]:
@@ -173,10 +166,6 @@ def _addresses(master: str, host: str) -> list[str]:
         except OSError:
             continue
     return list(dict.fromkeys([*found, master, host]))
-
-
-def _key(index: int) -> str:
-    return f"monitor/{index}"
 
 
 _FAILURE = "failure"
@@ -245,15 +234,11 @@ class Watcher:
         end: Callable[[int], None] = end_process,
     ) -> None:
         self.patience = patience or WatcherTimeouts()
-        self._store = store.clone("watch")
-        self._rank = rank
-        self._processes = processes
-        self._end = end
-        self._answered = False
-        self._received_at = 0.0
+        self._store, self._rank, self._processes, self._end = store.clone("watch"), rank, processes, end
+        self._answered, self._received_at = False, 0.0
         self._lock = threading.Lock()  # guards the store client; held while waiting for the store
         self._deciding, self._leaving, self._stopping = threading.Lock(), threading.Lock(), threading.Event()
-        self._first: Failure | None = None
+        self.failure: Failure | None = None  # the first one of the job that this rank knows
         self._received: Failure | None = None
         self._leave_at: float | None = None
         self._heard, self._deaf = time.monotonic(), False
@@ -280,21 +265,16 @@ class Watcher:
         if self._monitor is not None:
             self._monitor.leave()
         with self._lock, suppress(PeerError):  # without the store no rank can be notified
-            self._store.put(_left(self._rank), b"")
+            self._store.put(f"left/{self._rank}", b"")
         self._stopping.set()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout=5)
         self._lines.close()
 
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure of the job known to this rank."""
-        return self._first
-
     def failure_text(self) -> str | None:
         """Return the first failure in one line, for errors raised by interrupted waits."""
-        return self._first.headline() if self._first else None
+        return self.failure.headline() if self.failure else None
 
     def report_failure(
         self, task: str, traceback: str, exit_code: int, *, consequence: bool = False
@@ -306,9 +286,9 @@ class Watcher:
         """
         own = self._processes[self._rank]
         deadline = Deadline(self.patience.blame if consequence else 0.0)
-        while not deadline.over and self._first is None:
+        while not deadline.over and self.failure is None:
             time.sleep(0.05)
-        if consequence and self._first is None:
+        if consequence and self.failure is None:
             # a broken connection is explained by what the other ranks are doing
             others = [rank for rank in range(len(self._processes)) if rank != self._rank][:_ASKED]
             where = "".join(f"rank {rank} is in {doing}\n" for rank, doing in self.ask(others).items())
@@ -341,9 +321,9 @@ class Watcher:
     def _decide(self, first: Failure) -> bool:
         """Record and print a failure if it is the first; return whether it was."""
         with self._deciding:
-            if self._first is not None:
+            if self.failure is not None:
                 return False
-            self._first = first
+            self.failure = first
             grace = self.patience.own_grace if first.rank == self._rank else self.patience.peer_grace
             self._leave_at = time.monotonic() + grace
         write_stderr_within(first.report(self._rank))
@@ -368,12 +348,12 @@ class Watcher:
     def _look(self, ended: set[str]) -> None:
         """Check launcher, failure key, processes of this host and loops once."""
         if _PARENT in ended:
-            self._leave("its launcher is gone", LOST_PEER)
+            self._leave("its launcher is gone")
         with self._lock:
             known = self._store.has(_FAILURE)
             first = Failure.decode(self._store.get([_FAILURE])[0]) if known else None
             ranks = sorted(int(name) for name in ended - {_PARENT})
-            dead = [rank for rank in ranks if first is None and not self._store.has(_left(rank))]
+            dead = [rank for rank in ranks if first is None and not self._store.has(f"left/{rank}")]
         if first is not None:
             self._learn(first)
         elif dead:
@@ -387,14 +367,11 @@ class Watcher:
             own = self._processes[self._rank]
             text = f"UsageError: {astray}"
             self._report(Failure(self._rank, own.host, "ctx.steps", text, UsageError.exit_code))
-        with self._lock:
-            self._answer()
-
-    def _answer(self) -> None:
-        """Publish what this rank is doing if another rank asked, because it waits for this one."""
-        if not self._answered and self._store.has(_ASK):
-            self._answered = True
-            self._store.put(_doing(self._rank), f"{phase.text()}, at {stack_of_main_thread()}".encode())
+        with self._lock:  # another rank may ask what this one is doing, because it waits for it
+            if not self._answered and self._store.has(_ASK):
+                self._answered = True
+                doing = f"{phase.text()}, at {stack_of_main_thread()}"
+                self._store.put(f"doing/{self._rank}", doing.encode())
 
     def ask(self, ranks: Sequence[int]) -> dict[int, str]:
         """Ask ranks what they are doing; ranks that do not answer within seconds are left out."""
@@ -405,13 +382,13 @@ class Watcher:
                 with self._lock:
                     self._store.put(_ASK, b"")
                     for rank in ranks:
-                        if rank not in found and self._store.has(_doing(rank)):
-                            found[rank] = self._store.get([_doing(rank)])[0].decode(errors="replace")
+                        if rank not in found and self._store.has(f"doing/{rank}"):
+                            found[rank] = self._store.get([f"doing/{rank}"])[0].decode(errors="replace")
                 time.sleep(0.05)
         return found
 
     def _leave_when_due(self) -> None:
-        first, due = self._first, self._leave_at
+        first, due = self.failure, self._leave_at
         if first is not None and due is not None and time.monotonic() >= due:
             self._end_noted(first.headline(), first.exit_code)
 
@@ -431,7 +408,7 @@ class Watcher:
             self._hear(deaf=self._deaf or missed > self.patience.blame)
             # A moment later than the host monitor, which can name the lost host.
             if missed >= silence + 4 * self.patience.look:
-                self._leave(f"the store did not answer for {silence:g} s", LOST_PEER)
+                self._leave(f"the store did not answer for {silence:g} s")
             self._leave_when_due()
 
     def _hear(self, *, deaf: bool) -> None:
@@ -443,27 +420,19 @@ class Watcher:
         if found is None and (hanging := self._hanging()) is not None:
             own, text = self._processes[self._rank], f"StorageError: {hanging}; it was in {phase.text()}"
             found = Failure(self._rank, own.host, "the storage", text, StorageError.exit_code)
-        if found is None or self._first is not None:
+        if found is None or self.failure is not None:
             return
         if self._received is None:
             self._received, self._received_at = found, time.monotonic()
         if deaf or time.monotonic() - self._received_at >= self.patience.blame + 2 * self.patience.look:
             self._decide(found)
 
-    def _leave(self, why: str, code: int) -> None:
+    def _leave(self, why: str) -> None:
         write_stderr_within(f"torchrelay: {self._processes[self._rank]} exits: {why}\n")
-        self._end_noted(why, code)
+        self._end_noted(why, LOST_PEER)
 
     def _end_noted(self, why: str, code: int) -> None:
         """Record the reason, then end the process; one thread at a time, as the other would cut it off."""
         with self._leaving:
             notes.make(why, code, secs=NOTE_SECS)
             self._end(code)
-
-
-def _left(rank: int) -> str:
-    return f"left/{rank}"
-
-
-def _doing(rank: int) -> str:
-    return f"doing/{rank}"

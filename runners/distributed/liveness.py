@@ -121,7 +121,15 @@ class LifeLines:
         self._poll = select.poll()
         self._ended: set[str] = set()
         for name, pid in pids.items():
-            self._watch(name, pid)
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._ended.add(name)
+            except (AttributeError, OSError):  # an old kernel, or not Linux: only heartbeats are available
+                continue
+            else:
+                self._names[descriptor] = name
+                self._poll.register(descriptor, select.POLLIN)
 
     def ended(self, wait_secs: float = 0.0) -> set[str]:
         """Wait at most `wait_secs` for an exit; return the names that exited since the last call."""
@@ -133,17 +141,6 @@ class LifeLines:
         """Stop watching."""
         for descriptor in list(self._names):
             self._forget(descriptor)
-
-    def _watch(self, name: str, pid: int) -> None:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._ended.add(name)
-        except (AttributeError, OSError):  # an old kernel, or not Linux: only heartbeats are available
-            return
-        else:
-            self._names[descriptor] = name
-            self._poll.register(descriptor, select.POLLIN)
 
     def _forget(self, descriptor: int) -> str:
         self._poll.unregister(descriptor)
@@ -171,10 +168,8 @@ class JsonLineSocket:
         link.setblocking(False)
         with suppress(OSError):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.link = link
-        self.closed = False
-        self._waiting = b""
-        self._unsent = b""
+        self.link, self.closed = link, False
+        self._waiting = self._unsent = b""
         self._come: list[Message] = []
 
     def send(self, message: Message) -> None:

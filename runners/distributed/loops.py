@@ -112,10 +112,7 @@ class Loops:
 
     def note(self, *, over: bool = False) -> Note:
         """Return the note for other ranks; `over` after all loops of the group."""
-        made = {
-            among: [[one.taken, one.state, one.what] for one in list(some)]
-            for among, some in list(self._made.items())
-        }
+        made = list(self._made.items())
         return {
             "run": self._run,
             "over": over or self._over,
@@ -123,7 +120,7 @@ class Loops:
             "collectives": self.collectives(),
             "still": self.still_for(STILL_SECS),
             "asks": self._asks,
-            "made": made,
+            "made": {ranks: [[one.taken, one.state, one.what] for one in list(some)] for ranks, some in made},
         }
 
 

@@ -45,8 +45,7 @@ class GroupWire:
     """A `Wire` over a dedicated gloo group, whose timeout limits each broadcast."""
 
     def __init__(self, group: Any, rank: int) -> None:
-        self.rank = rank
-        self._group = group
+        self.rank, self._group = rank, group
 
     def broadcast(self, memory: memoryview, source: int) -> None:
         """Send or receive in place; see `jobs.wire`."""

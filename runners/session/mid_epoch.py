@@ -78,10 +78,10 @@ def places_json(by_node: Mapping[str, MidEpochPosition]) -> Json:
 
 
 def places_for(nodes: Sequence[str], json: Json) -> dict[str, MidEpochPosition]:
-    """Decode `places_json` into the position that each current node resumes from.
+    """Decode `places_json` into the position of each current node; raises DamagedError.
 
-    If the nodes differ from those of the checkpoint, all resume where the first of those was, and the first
-    current node gets everything that was logged. Raises DamagedError.
+    If the nodes differ from the saved ones, all resume where the first of those was, and the first gets all
+    that was logged.
     """
     try:
         cursors = json["cursors"]
@@ -97,9 +97,7 @@ def places_for(nodes: Sequence[str], json: Json) -> dict[str, MidEpochPosition]:
         return {}
     first = next(iter(saved.values()))
     together = joined_summaries(place.metrics for place in saved.values())
-    return {
-        node: replace(first, metrics=together if number == 0 else {}) for number, node in enumerate(nodes)
-    }
+    return {node: replace(first, metrics=together if node == nodes[0] else {}) for node in nodes}
 
 
 _DRAWN = (
@@ -194,8 +192,9 @@ class Cursor:
 
     def comes_back(self, *, counted: bool) -> bool:
         """Return True if the loop that begins now is the interrupted one."""
-        task = self._task.full_name if self._task is not None else None
-        return counted and self._resumed is not None and task is not None and self._resumed.task == task
+        if self._task is None or self._resumed is None:
+            return False
+        return counted and self._resumed.task == self._task.full_name
 
     def enter(self, loader: Iterable[Any], *, counted: bool, evaluates: bool = False) -> Loop:
         """Begin a loop of the running task; the interrupted one gets its logs and states back."""

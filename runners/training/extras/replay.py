@@ -12,6 +12,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +119,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two CPU tensors have the same type, shape and bytes, NaN included."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def settings_now(device: torch.device) -> dict[str, Any]:
@@ -190,7 +187,9 @@ class Recorder:
                 raise UsageError(f"replay names {name!r}, which is not a registered module")
             if rank == 0 and self._folder is not None:
                 self._modules[name] = module
-                self._hooks[name] = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+                self._hooks[name] = module.register_forward_pre_hook(
+                    partial(self._take, name), with_kwargs=True
+                )
 
     def record(self, epoch: int) -> None:
         """Repeat the recorded calls with the current weights, and write the outputs."""
@@ -203,9 +202,16 @@ class Recorder:
                 facts[name] = self._replay(name, blobs)
             except Exception as error:  # the user's forward may raise anything in `eval`
                 self._skip(name, f"{type(error).__name__}: {error}")
-        if facts:
-            about = {"epoch": epoch, "attempt": self._journal.attempt, "calls": facts}
-            self._write(self._folder, epoch, {**blobs, FACTS: about})
+        if not facts:
+            return
+        blobs[FACTS] = {"epoch": epoch, "attempt": self._journal.attempt, "calls": facts}
+        try:
+            save_blobs(self._folder / f"epoch_{epoch}.safetensors", blobs, overwrite=True)
+            for old in files_of(self._folder.parent)[:-KEPT]:
+                with suppress(OSError):
+                    old[1].unlink()
+        except Exception as error:  # a missing recording must not end the run
+            self._journal.warn(f"the call of epoch {epoch} is not recorded: {error}")
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -213,25 +219,19 @@ class Recorder:
             hook.remove()
         self._hooks.clear()
 
-    def _hook(self, name: str) -> Any:
-
-        def first(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._hooks.pop(name).remove()
-            try:
-                self._take(name, module, args, kwargs)
-            except Exception as error:
-                self._skip(name, str(error))
-
-        return first
-
     def _take(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if any(hasattr(one, "placements") for one in module.parameters()):
-            raise UsageError("its parameters are sharded, and rank 0 cannot call it alone")
-        tensors: list[torch.Tensor] = []
-        form = taken_apart((tuple(args), dict(kwargs)), tensors)
-        if (size := sum(one.nbytes for one in tensors)) > MOST_BYTES:
-            raise UsageError(f"its arguments have {size} bytes, more than {MOST_BYTES}")
-        self._calls[name] = form, tensors
+        """Record the arguments of the first call."""
+        self._hooks.pop(name).remove()
+        try:
+            if any(hasattr(one, "placements") for one in module.parameters()):
+                raise UsageError("its parameters are sharded, and rank 0 cannot call it alone")
+            tensors: list[torch.Tensor] = []
+            form = taken_apart((tuple(args), dict(kwargs)), tensors)
+            if (size := sum(one.nbytes for one in tensors)) > MOST_BYTES:
+                raise UsageError(f"its arguments have {size} bytes, more than {MOST_BYTES}")
+            self._calls[name] = form, tensors
+        except Exception as error:
+            self._skip(name, str(error))
 
     def _replay(self, name: str, blobs: dict[str, Any]) -> dict[str, Any]:
         """Repeat a call and return its record."""
@@ -248,16 +248,6 @@ class Recorder:
             "outputs": len(outputs),
             "settings": settings_now(device_of(module)),
         }
-
-    def _write(self, folder: Path, epoch: int, blobs: Mapping[str, Any]) -> None:
-        """Write the file of an epoch and delete old ones."""
-        try:
-            save_blobs(folder / f"epoch_{epoch}.safetensors", blobs, overwrite=True)
-            for old in files_of(folder.parent)[:-KEPT]:
-                with suppress(OSError):
-                    old[1].unlink()
-        except Exception as error:  # a missing recording must not end the run
-            self._journal.warn(f"the call of epoch {epoch} is not recorded: {error}")
 
     def _skip(self, name: str, why: str) -> None:
         """Record this module no more, with a warning."""
