@@ -17,7 +17,7 @@ from torchrelay.jobs.blobs import LoopBlobs, Step
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import StopAnswer, max_epochs
 from torchrelay.jobs.task import Task
-from torchrelay.runners.session.metrics import MetricSummary, joined
+from torchrelay.runners.session.metrics import Accumulator, joined
 from torchrelay.runners.session.stop_requests import Interrupted
 from torchrelay.runners.training.job_runner import JobRunner
 
@@ -256,10 +256,10 @@ class Run:
         """
         ctx, life = self.ctx, self._running
         running = life.state.log_of(ctx.node).snapshot().get(name)
-        own = {} if running is None else {name: running.summary().encode()}
+        own = {} if running is None else {name: running.encode()}
         life.session.loops.ask(f"run.metric({name!r})")
         logged = life.peers.exchange(f"metric {name}", own)
-        now = joined({key: MetricSummary.decode(one) for key, one in node.items()} for node in logged)
+        now = joined({key: Accumulator.decode(one) for key, one in node.items()} for node in logged)
         return now[name] if name in now else ctx.metric(name)
 
     # Around the loop

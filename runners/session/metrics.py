@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrelay.errors import UsageError
@@ -32,73 +33,64 @@ _NAME = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]{0,198}[^\s\x00-\x1f\x
 _START = {"mean": 0.0, "sum": 0.0, "last": math.nan, "min": math.inf, "max": -math.inf}
 
 
-@dataclass(frozen=True)
-class MetricSummary:
-    """One metric of one node, as sent to others; for a mean `value` is the weighted total."""
+@dataclass
+class Accumulator:
+    """Running reduction of one metric on one node; for a mean `value` is the weighted total.
+
+    Tensors stay on their device, detached, and are never changed in place.
+    """
 
     reduce: str
-    value: float
-    weight: float
-
-    def joined(self, later: MetricSummary) -> MetricSummary:
-        """Append the values of the next node in rank order."""
-        value = _combined(self.reduce, self.value, later.value, later.weight != 0)
-        return MetricSummary(self.reduce, value, self.weight + later.weight)
-
-    @property
-    def result(self) -> float | None:
-        """The reduced value; None if no value had a weight."""
-        if self.weight == 0:
-            return None
-        return self.value / self.weight if self.reduce == "mean" else self.value
-
-    def encode(self) -> Json:
-        """Encode as JSON; numbers that JSON lacks become strings."""
-        return [self.reduce, finite(self.value), finite(self.weight)]
+    value: Number
+    weight: Number = 0.0
 
     @classmethod
-    def decode(cls, json: Json) -> MetricSummary:
-        """Decode what `encode` returned."""
-        reduce, value, weight = json
-        return cls(reduce, float(value), float(weight))
-
-
-class Accumulator:
-    """Running reduction of one metric on one node; tensors stay on their device, detached."""
-
-    def __init__(self, reduce: str, value: Number | None = None, weight: Number = 0.0) -> None:
-        self.reduce = reduce
-        self._value: Number = _START[reduce] if value is None else value
-        self._weight = weight
+    def of(cls, reduce: str) -> Accumulator:
+        """Start without a value."""
+        return cls(reduce, _START[reduce])
 
     def add(self, value: Number, weight: Number) -> None:
         """Add a value; never synchronises a device."""
         if isinstance(weight, float) and weight == 0:
             return
         given = value * weight if self.reduce in ("mean", "sum") else value
-        self._value = _combined(self.reduce, self._value, given, weight != 0)
-        self._weight = self._weight + weight
+        self.value = _combined(self.reduce, self.value, given, weight != 0)
+        self.weight = self.weight + weight
 
-    @property
-    def numbers(self) -> tuple[Number, Number]:
-        """The running value and weight, on their device."""
-        return self._value, self._weight
+    def joined(self, later: Accumulator) -> Accumulator:
+        """Append the values of the next node in rank order."""
+        value = _combined(self.reduce, self.value, later.value, later.weight != 0)
+        return Accumulator(self.reduce, value, self.weight + later.weight)
 
     @property
     def on_host(self) -> bool:
         """True if the state can be read without synchronising a device."""
-        return all(isinstance(one, float) or one.device.type == "cpu" for one in self.numbers)
+        return all(isinstance(one, float) or one.device.type == "cpu" for one in (self.value, self.weight))
 
-    def summary(self) -> MetricSummary:
-        """Return the state as plain numbers; synchronises the device."""
-        return MetricSummary(self.reduce, float(self._value), float(self._weight))
+    @property
+    def result(self) -> float | None:
+        """The reduced value; None if no value had a weight. Synchronises the device."""
+        value, weight = float(self.value), float(self.weight)
+        if weight == 0:
+            return None
+        return value / weight if self.reduce == "mean" else value
+
+    def encode(self) -> Json:
+        """Encode as JSON, synchronising the device; numbers that JSON lacks become strings."""
+        return [self.reduce, finite(float(self.value)), finite(float(self.weight))]
+
+    @classmethod
+    def decode(cls, json: Json) -> Accumulator:
+        """Decode what `encode` returned."""
+        reduce, value, weight = json
+        return cls(reduce, float(value), float(weight))
 
 
 class SentValue:
     """A running value on its way to the host. Values on a CPU are there at once."""
 
     def __init__(self, running: Accumulator) -> None:
-        numbers, self._arrived = running.numbers, None
+        numbers, self._arrived = (running.value, running.weight), None
         if any(not isinstance(one, float) and one.device.type == "cuda" for one in numbers):
             numbers, self._arrived = to_host(numbers)
         self._running = Accumulator(running.reduce, *numbers)
@@ -111,7 +103,7 @@ class SentValue:
         """Return the reduced value, None if nothing had a weight; synchronises the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._running.summary().result
+        return self._running.result
 
 
 def to_host(numbers: tuple[Number, Number]) -> tuple[tuple[Any, Any], Any]:
@@ -159,7 +151,7 @@ class MetricLog:
         if isinstance(scale, float) and not (0 <= scale < math.inf):
             raise UsageError(f"metric {name!r}: invalid weight {scale}: expected a finite number, at least 0")
         with self._lock:
-            accumulator = self._accumulators.setdefault(name, Accumulator(reduce))
+            accumulator = self._accumulators.setdefault(name, Accumulator.of(reduce))
             if accumulator.reduce != reduce:
                 raise _conflict(name, accumulator.reduce, reduce)
             accumulator.add(number, scale)
@@ -181,23 +173,21 @@ class MetricLog:
                 found[name] = result
         return found
 
-    def take(self) -> dict[str, MetricSummary]:
-        """Return the summaries in order of first use, and start again."""
+    def take(self) -> dict[str, Accumulator]:
+        """Return the state in order of first use, and start again."""
         with self._lock:
             taken, self._accumulators = self._accumulators, {}
-        return {name: accumulator.summary() for name, accumulator in taken.items()}
+        return taken
 
     def snapshot(self) -> dict[str, Accumulator]:
         """Copy the current state without synchronising a device."""
-        with self._lock:  # values are never changed in place, so none is read
-            return {name: Accumulator(one.reduce, *one.numbers) for name, one in self._accumulators.items()}
-
-    def restore(self, summaries: Mapping[str, MetricSummary]) -> None:
-        """Continue from these summaries."""
         with self._lock:
-            self._accumulators = {
-                name: Accumulator(one.reduce, one.value, one.weight) for name, one in summaries.items()
-            }
+            return {name: replace(one) for name, one in self._accumulators.items()}
+
+    def restore(self, state: Mapping[str, Accumulator]) -> None:
+        """Continue from this state."""
+        with self._lock:
+            self._accumulators = {name: replace(one) for name, one in state.items()}
 
 
 def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
@@ -209,19 +199,19 @@ def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
     own = [{name: summary.encode() for name, summary in log.take().items()} for log in logs]
     logged = peers.exchange("metrics of the epoch", own)
     return joined(
-        {name: MetricSummary.decode(it) for name, it in node.items()} for nodes in logged for node in nodes
+        {name: Accumulator.decode(it) for name, it in node.items()} for nodes in logged for node in nodes
     )
 
 
-def joined(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, float]:
+def joined(nodes: Iterable[Mapping[str, Accumulator]]) -> dict[str, float]:
     """Reduce summaries of nodes in rank order."""
     totals = sorted(joined_summaries(nodes).items())
     return {name: result for name, total in totals if (result := total.result) is not None}
 
 
-def joined_summaries(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, MetricSummary]:
+def joined_summaries(nodes: Iterable[Mapping[str, Accumulator]]) -> dict[str, Accumulator]:
     """Concatenate the summaries of nodes in rank order."""
-    totals: dict[str, MetricSummary] = {}
+    totals: dict[str, Accumulator] = {}
     for node in nodes:
         for name, summary in node.items():
             before = totals.get(name)

@@ -17,7 +17,7 @@ from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import Json, dataclass
-from torchrelay.runners.session.metrics import MetricSummary, joined_summaries
+from torchrelay.runners.session.metrics import Accumulator, joined_summaries
 from torchrelay.runners.session.stop_requests import Interrupted
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class MidEpochPosition:
     task: str | None = None
     taken: int = 0
     steps: int = 0
-    metrics: Mapping[str, MetricSummary] = field(default_factory=dict)
+    metrics: Mapping[str, Accumulator] = field(default_factory=dict)
 
     def json(self) -> Json:
         """Encode for messages and manifests."""
@@ -59,7 +59,7 @@ class MidEpochPosition:
                 None if json["task"] is None else str(json["task"]),
                 int(json["taken"]),
                 int(json["steps"]),
-                {name: MetricSummary.decode(one) for name, one in json["metrics"].items()},
+                {name: Accumulator.decode(one) for name, one in json["metrics"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedError(f"the mid-epoch position in the checkpoint is invalid: {error}") from None
@@ -255,7 +255,7 @@ class Cursor:
         if self._waits and self._resumed is not None:
             return self._resumed
         counted = next((loop for loop in self._loops if loop.counted), None)
-        metrics = {name: one.summary() for name, one in self._log.snapshot().items()}
+        metrics = self._log.snapshot()
         if counted is None or self._task is None:
             return MidEpochPosition(tuple(self._done), steps=steps, metrics=metrics)
         return MidEpochPosition(tuple(self._done), self._task.full_name, counted.taken, steps, metrics)

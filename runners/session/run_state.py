@@ -62,7 +62,7 @@ class StepPoints:
                 self._seen = step
                 self._end([(name, one.end) for name, one in self._windows.items() if one.end < step], epoch)
             end = ((step - 1) // every + 1) * every
-            window = self._windows.setdefault(name, _Window(every, end, Accumulator(reduce)))
+            window = self._windows.setdefault(name, _Window(every, end, Accumulator.of(reduce)))
             if window.every != every:
                 raise UsageError(
                     f"metric {name!r} is logged with every={window.every} and with every={every}: use one "

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.format.position import Position
+from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager.base import Manager, check_handler
 from torchrelay.checkpoint.manager.checkpoint_manager import (
     ManagerOptions,
@@ -35,7 +37,7 @@ from torchrelay.runners.monitoring.text import interval_secs
 from torchrelay.runners.remote_runs.names import canonical, is_remote
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
-from torchrelay.runners.session.stop import DEFAULT_BEST
+from torchrelay.runners.session.stop import DEFAULT_BEST, StopVerdict
 from torchrelay.runners.session.stop_requests import TimeLimit, save_signal_of, seconds_of
 from torchrelay.runners.training.capture import Capturing
 from torchrelay.runners.training.exit import refuse_before_main
@@ -53,8 +55,7 @@ if TYPE_CHECKING:
 _training: dict[int, threading.Lock] = {}
 """Locks by process, because a process forked from a task must not use its parent's."""
 RUN_DIRECTORY_FAILED_SAVES = 3
-MAX_ATTEMPTS = 3
-"""A launch may die, be restarted automatically and die at the same position, for days."""
+MAX_ATTEMPTS = 3  # a launch may die, be restarted automatically and die at the same position, for days
 
 
 class JobRunner:
@@ -232,11 +233,7 @@ class JobRunner:
         return given
 
     def train(
-        self,
-        session: SessionBase | None = None,
-        resume_from_epoch: int | None = None,
-        *,
-        again: bool = False,
+        self, session: SessionBase | None = None, resume_from_epoch: int | None = None, *, again: bool = False
     ) -> RunResult:
         """Run the job to its end.
 
@@ -318,11 +315,40 @@ class JobRunner:
             runner.load_best()
             print(accuracy(model))
         """
-        from torchrelay.runners.training.saver import load_best
+        from torchrelay.checkpoint.load.open import place_of, verified_entry
 
-        manager = self._required_manager("load_best")
+        manager, job, best = self._required_manager("load_best"), self.job, self._plan.best
+        engine = manager.engine
+        if best is None:
+            raise UsageError("load_best needs a metric: pass JobRunner best=('val/acc', 'max')")
+
+        def choose() -> int:
+            place = place_of(engine.storage)
+            result = verified_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
+            return result.entry.position.epoch
+
         with _one_train(), current_or_new_session(session) as used:
-            return load_best(Life(self, used, self._plan, None), manager)
+            life = self._bound_life(used, manager)
+            engine.ledger.look(used.peers)  # with local logs per host this finds the authoritative one
+            epoch = int(decide(used.peers, "best epoch", choose, by=engine.ledger.reader_of(used.peers)))
+            target = engine.ledger.verify_epoch(used.peers, epoch, whole=False)
+            engine.say = life.journal.say
+            used.begin(life.state)
+            try:
+                names = [place.name for place in used.local_nodes]
+                held = all(used.workspace(name).registered(blob) for name in names for blob in job.blobs)
+                if not all(used.peers.exchange("load best: objects", held)):
+                    life.set_up(target)
+                used.run(manager.go_on_at(life.nodes, target))
+                engine.take_streams(), engine.take_gradients()
+            finally:
+                life.recorder.close()
+                engine.say = None
+                used.end()
+            lost = ", ".join(sorted(target.lost_blobs & {blob.name for blob in job.blobs}))
+            gone = f"; {lost} is unchanged, because keep_optimizer_last deleted its state" if lost else ""
+            life.journal.say(f"loaded epoch {epoch}, the best by {best[0]}{gone}")
+        return epoch
 
     def main(self, argv: list[str] | None = None) -> None:
         """Train as a program and exit with an exit code.
@@ -366,10 +392,36 @@ class JobRunner:
         Example:
             saved = runner.save_checkpoints(3, session)
         """
-        from torchrelay.runners.training.saver import save_by_hand
+        manager, peers = self._required_manager("save_checkpoints"), session.peers
+        epochs = peers.exchange("epoch to save", epoch)
+        if differing := [f"{one} on rank {rank}" for rank, one in enumerate(epochs) if one != epochs[0]]:
+            raise UsageError(
+                f"the ranks would save different epochs, {epochs[0]} on rank 0 and {differing[0]}: pass the "
+                "same number on all"
+            )
+        ledger = manager.engine.ledger
+        within_train = ledger.holding is not None
+        life = self._bound_life(session, manager, remote=not within_train)
+        life.journal.create(self.job, self._plan.best, session)
+        try:
+            life.saver.save(Position(epoch), life.facts(StopVerdict()))
+            life.saver.settle()
+            if not within_train:
+                life.stored.finish_by_hand()
+        finally:
+            if not within_train:
+                life.stored.close()
+                ledger.close()
+        return life.saver.newest_saved == epoch
 
-        manager = self._required_manager("save_checkpoints")
-        return save_by_hand(Life(self, session, self._plan, None), manager, epoch)
+    def _bound_life(self, session: SessionBase, manager: Manager, *, remote: bool = False) -> Life:
+        """Return a life outside of a train call; with `remote` its run is downloaded first."""
+        life = Life(self, session, self._plan, None)
+        session.place(self.job.nodes())
+        if remote:
+            life.stored.begin(session.local_nodes[0])
+        manager.bind(self.job, default_name=self.run_directory.name if self.run_directory else None)
+        return life
 
     def load_blobs_from_checkpoints(self, blob_names: list[str], epoch: int, session: SessionBase) -> bool:
         """Load some blobs of an epoch, for evaluation. For initial weights of a training use `init_from`.

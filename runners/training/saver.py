@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.position import Facts, Position
-from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
 from torchrelay.jobs.runtime import undivided
@@ -28,14 +27,12 @@ from torchrelay.runners.distributed.launcher import current_world, end_process, 
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.stop import StopVerdict
 from torchrelay.runners.session.stop_requests import PREEMPT, Interrupted, Requests
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.load.verify import Target
     from torchrelay.checkpoint.log.view import Look
     from torchrelay.runners.training.journal import Journal
-    from torchrelay.runners.training.run_loop import Life
 
 NOTHING_NEW = "no step was taken since the newest position"
 
@@ -338,67 +335,3 @@ class FenceGuard:
         if not known:
             write_stderr_within(f"torchrelay: {shown}\n")
         self._end(error.exit_code)
-
-
-def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
-    """Save the nodes of the session as `epoch`; returns True if saved, a failure is a warning."""
-    epochs = life.session.peers.exchange("epoch to save", epoch)
-    if differing := [f"{one} on rank {rank}" for rank, one in enumerate(epochs) if one != epochs[0]]:
-        raise UsageError(
-            f"the ranks would save different epochs, {epochs[0]} on rank 0 and {differing[0]}: pass the same "
-            "number on all"
-        )
-    ledger, run = manager.engine.ledger, life.run_directory
-    within_train = ledger.holding is not None
-    life.session.place(life.job.nodes())
-    if not within_train:
-        life.stored.begin(life.session.local_nodes[0])
-    manager.bind(life.job, default_name=run.name if run else None)
-    life.journal.create(life.job, life.plan.best, life.session)
-    try:
-        life.saver.save(Position(epoch), life.facts(StopVerdict()))
-        life.saver.settle()
-        if not within_train:
-            life.stored.finish_by_hand()
-    finally:
-        if not within_train:
-            life.stored.close()
-            ledger.close()
-    return life.saver.newest_saved == epoch
-
-
-def load_best(life: Life, manager: Manager) -> int:
-    """Load the best epoch into the job's objects, which are set up first if the session lacks them."""
-    from torchrelay.checkpoint.load.open import place_of, verified_entry
-
-    session, engine, run, best = life.session, manager.engine, life.run_directory, life.plan.best
-    if best is None:
-        raise UsageError("load_best needs a metric: pass JobRunner best=('val/acc', 'max')")
-    session.place(life.job.nodes())
-    manager.bind(life.job, default_name=run.name if run else None)
-
-    def choose() -> int:
-        place = place_of(engine.storage)
-        result = verified_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
-        return result.entry.position.epoch
-
-    engine.ledger.look(session.peers)  # with local logs per host this finds the authoritative one
-    epoch = int(decide(session.peers, "best epoch", choose, by=engine.ledger.reader_of(session.peers)))
-    target = engine.ledger.verify_epoch(session.peers, epoch, whole=False)
-    engine.say = life.journal.say
-    session.begin(life.state)
-    try:
-        spaces = [session.workspace(place.name) for place in session.local_nodes]
-        held = all(space.registered(blob) for space in spaces for blob in life.job.blobs)
-        if not all(session.peers.exchange("load best: objects", held)):
-            life.set_up(target)
-        session.run(manager.go_on_at(life.nodes, target))
-        engine.take_streams(), engine.take_gradients()
-    finally:
-        life.recorder.close()
-        engine.say = None
-        session.end()
-    lost = ", ".join(sorted(target.lost_blobs & {blob.name for blob in life.job.blobs}))
-    gone = f"; {lost} is unchanged, because keep_optimizer_last deleted its state" if lost else ""
-    life.journal.say(f"loaded epoch {epoch}, the best by {best[0]}{gone}")
-    return epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -164,7 +165,8 @@ def test_a_leader_that_dies_before_it_reports_holds_nobody_up(peers_of):
         peers = peers_of(rank)
         if rank == 2:
             peers._round = 1
-            return peers._post("save", rank)
+            entry = {"topic": "save", "value": rank}
+            return peers._store.put(peers._key(rank), json.dumps(entry).encode())
         if rank == 0:
             assert posted(peers, range(1, SIZE))
         return peers.exchange("save", rank, deadline_secs=0.5)

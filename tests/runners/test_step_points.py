@@ -216,10 +216,11 @@ def test_nobody_waits_for_a_device_while_the_epoch_runs(monkeypatch: pytest.Monk
     points.deliver = told.extend
 
     class Running:
-        reduce, numbers = "last", (_Late(), 1.0)
+        reduce, value, weight = "last", _Late(), 1.0
 
-        def __init__(self, reduce: str) -> None:
-            pass
+        @classmethod
+        def of(cls, reduce: str) -> Running:
+            return cls()
 
         def add(self, value: object, weight: object) -> None:
             pass
