@@ -14,10 +14,10 @@ from torchrelay.checkpoint.files.blob_reader import BlobFile, open_blob_file
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.position import is_pattern, matches, matches_any
 from torchrelay.checkpoint.load.lookup import Rename, check_exclude_used, pattern_list, renamed, renamed_all
-from torchrelay.checkpoint.load.renaming import LoadResult, blob_of, checked_objects, of_objects, owner_of
+from torchrelay.checkpoint.load.renaming import LoadResult, checked_objects, of_objects, owner_of
 from torchrelay.checkpoint.load.tensors import Cast, Loading, TensorColumns, TensorRead, cast_of, checked_cast
 from torchrelay.checkpoint.state.flatten import leaf_names
-from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
+from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, blob_of
 from torchrelay.checkpoint.state.restore.container import check_changed
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.load.lookup import (
     several_owners,
     split_name,
 )
-from torchrelay.checkpoint.load.objects import check_kept, load_objects, load_tensors, load_value
+from torchrelay.checkpoint.load.objects import LoadOptions, check_kept, load_objects, load_tensors, load_value
 from torchrelay.checkpoint.load.open import Best, CheckpointLocation, place_of, read_log, verified_entry
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.renaming import LoadResult
@@ -216,18 +216,9 @@ class Checkpoint:
             open_checkpoint("runs/hello").load({"model": model}, exclude="model.head")
         """
         before = self.bytes_read
+        options = LoadOptions(strict, rename, nodes, atomic, tuple(pattern_list(exclude)), dtype)
         with undisturbed(), self._naming_damage():
-            result, checked = load_objects(
-                self._reader,
-                self.entry,
-                objects,
-                strict=strict,
-                rename=rename,
-                nodes=nodes,
-                atomic=atomic,
-                exclude=pattern_list(exclude),
-                dtype=dtype,
-            )
+            result, checked = load_objects(self._reader, self.entry, objects, options)
         self._checked += checked
         return replace(result, bytes_read=self.bytes_read - before)
 

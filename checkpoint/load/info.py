@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from functools import cached_property
 from heapq import nlargest
@@ -62,11 +63,6 @@ class Glance:
     own_bytes: int
     facts: Facts
 
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The reduced metrics of the epoch."""
-        return self.facts.metrics
-
 
 def glance(storage: Storage, entry: CommittedPosition) -> Glance:
     """Read the summary of the manifest of a log entry; raises DamagedError if its digest differs."""
@@ -79,20 +75,17 @@ def glance_or_notes(storage: Storage, entry: CommittedPosition) -> Glance:
 
     The notes in `stats.json` are not verified and have only the metrics. Raises as `glance` does.
     """
-    if entry.manifest_bytes > LARGE_BYTES and (noted := _noted(storage, entry)) is not None:
-        codec.check_size(storage, entry)
-        return noted
-    return glance(storage, entry)
-
-
-def _noted(storage: Storage, entry: CommittedPosition) -> Glance | None:
-    try:
-        data = storage.read_range(stats_path(entry.attempt_name), 0, LARGE_BYTES + 1)
-        said: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
-        metrics = {str(name): float(value) for name, value in said["metrics"].items()}
-        return Glance(len(said["nodes"]), int(said["bytes"]), Facts(metrics=metrics))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
+    noted = None
+    if entry.manifest_bytes > LARGE_BYTES:
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            data = storage.read_range(stats_path(entry.attempt_name), 0, LARGE_BYTES + 1)
+            notes: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
+            metrics = {str(name): float(value) for name, value in notes["metrics"].items()}
+            noted = Glance(len(notes["nodes"]), int(notes["bytes"]), Facts(metrics=metrics))
+    if noted is None:
+        return glance(storage, entry)
+    codec.check_size(storage, entry)
+    return noted
 
 
 def _seen_in(text: str, what: str) -> Glance:

@@ -173,18 +173,10 @@ def nearest_directory(path: Path) -> str:
     """Part of a message: a directory with a similar name, among some neighbours of a missing path."""
     with suppress(OSError, ValueError), os.scandir(path.parent) as beside:
         some = islice(beside, _NEIGHBOURS)
-        names = [one.name for one in some if one.name.isprintable() and _names_directory(one)]
+        names = [one.name for one in some if one.name.isprintable() and Path(one.path).is_dir()]
         close = get_close_matches(path.name, names, n=1, cutoff=0.6)
         return f" (did you mean {path.parent / close[0]}?)" if close else ""
     return ""
-
-
-def _names_directory(one: os.DirEntry[str]) -> bool:
-    """Whether the path is a directory; False if it cannot be read, such as a link to itself."""
-    try:
-        return one.is_dir()
-    except OSError:
-        return False
 
 
 NOWHERE = ""
@@ -283,9 +275,9 @@ def renamed(name: str, rename: Rename | None) -> str:
     for old, new in (rename or {}).items():
         if name == old or name.startswith(old if old.endswith(".") else f"{old}."):
             return new + name[len(old) :] if new else name[len(old) :].removeprefix(".")
-        head, dot, tail = name.partition(f".{old}") if old.endswith(".") else (name, "", "")
+        head, dot, rest = name.partition(f".{old}") if old.endswith(".") else (name, "", "")
         if dot:
-            return f"{head}.{new}{tail}"
+            return f"{head}.{new}{rest}"
     return name
 
 

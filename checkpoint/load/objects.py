@@ -36,14 +36,7 @@ from torchrelay.checkpoint.load.lookup import (
     whose,
 )
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.load.renaming import (
-    LoadResult,
-    Renaming,
-    blob_of,
-    checked_objects,
-    of_objects,
-    spec_of_row,
-)
+from torchrelay.checkpoint.load.renaming import LoadResult, Renaming, checked_objects, of_objects, spec_of_row
 from torchrelay.checkpoint.load.tensors import (
     Cast,
     Loading,
@@ -54,7 +47,7 @@ from torchrelay.checkpoint.load.tensors import (
     checked_cast,
 )
 from torchrelay.checkpoint.state.flatten import leaf_names
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role, blob_of
 from torchrelay.checkpoint.state.restore.container import check_changed
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
@@ -76,37 +69,32 @@ class _NamedLeaf:
 
 
 @dataclass(frozen=True)
-class _Wish:
+class LoadOptions:
+    """How objects are loaded; see `Checkpoint.load`."""
+
     strict: bool
     rename: Rename | None
     nodes: Nodes
+    atomic: bool
     exclude: tuple[str, ...]
-    dtype: Cast = None
+    dtype: Cast
 
 
 def load_objects(
-    reader: LeafReader,
-    entry: CommittedPosition,
-    objects: Mapping[str, Any],
-    *,
-    strict: bool,
-    rename: Rename | None,
-    nodes: Nodes,
-    atomic: bool,
-    exclude: Collection[str] = (),
-    dtype: Cast = None,
+    reader: LeafReader, entry: CommittedPosition, objects: Mapping[str, Any], wish: LoadOptions
 ) -> tuple[LoadResult, int]:
     """Load into objects, see `Checkpoint.load`; also returns the bytes verified before they were read."""
     objects = checked_objects(objects)
-    wish = _Wish(strict, rename, checked_nodes(nodes), tuple(exclude), checked_cast(dtype))
+    checked_nodes(wish.nodes)
+    checked_cast(wish.dtype)
     (found, plan), in_place = planned(
         lambda in_place: _plan(reader, entry, objects, in_place, wish),
-        _in_place(reader, entry, objects) if rename is None and not exclude else NOTHING,
+        _in_place(reader, entry, objects) if wish.rename is None and not wish.exclude else NOTHING,
     )
     rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
     columns = TensorColumns(in_place, partial(reader.check_rows, rows), partial(reader.read_rows, rows))
     wanted = [TensorRead(read, found[read.leaf].stored, found[read.leaf].node) for read in plan.reads]
-    loading = Loading(reader, wanted, columns, atomic=atomic)
+    loading = Loading(reader, wanted, columns, atomic=wish.atomic)
     loading.first()
     gate()
     loading.second()
@@ -133,7 +121,11 @@ def _in_place(reader: LeafReader, entry: CommittedPosition, objects: Mapping[str
 
 
 def _plan(
-    reader: LeafReader, entry: CommittedPosition, objects: Mapping[str, Any], in_place: InPlace, wish: _Wish
+    reader: LeafReader,
+    entry: CommittedPosition,
+    objects: Mapping[str, Any],
+    in_place: InPlace,
+    wish: LoadOptions,
 ) -> tuple[dict[str, _NamedLeaf], Restoration]:
     """The stored leaves of all objects that are not in place, and how to restore them."""
     settled, rename = in_place.tensors, wish.rename
@@ -185,7 +177,7 @@ def _plan(
     return found, plan
 
 
-def _excluded(manifest: Manifest, objects: Mapping[str, Any], wish: _Wish) -> list[str]:
+def _excluded(manifest: Manifest, objects: Mapping[str, Any], wish: LoadOptions) -> list[str]:
     """The leaves to leave unchanged; when strict, raises UsageError for a pattern that matches none."""
     renaming = Renaming(manifest, wish.rename)
     left = {renaming.name(one) for one in manifest.leaves if renaming.excludes(one, wish.exclude)}
@@ -252,7 +244,7 @@ def check_kept(reader: LeafReader, entry: CommittedPosition, names: Iterable[str
 
 
 def _find(
-    reader: LeafReader, objects: Mapping[str, Any], wish: _Wish, settled: Collection[str]
+    reader: LeafReader, objects: Mapping[str, Any], wish: LoadOptions, settled: Collection[str]
 ) -> dict[str, _NamedLeaf]:
     """The stored leaves that belong to the objects' blobs after renaming, without those in `settled`."""
     manifest, nodes = reader.manifest, wish.nodes
@@ -309,7 +301,7 @@ def _inner_unrenamed(found: Mapping[str, _NamedLeaf], json: Mapping[str, Any]) -
     }
 
 
-def _names(renaming: Renaming, objects: Mapping[str, Any], wish: _Wish) -> dict[str, str]:
+def _names(renaming: Renaming, objects: Mapping[str, Any], wish: LoadOptions) -> dict[str, str]:
     """Stored names by new name of the chosen leaves; raises UsageError for duplicates."""
     manifest, rename = renaming.manifest, wish.rename
     found: dict[str, str] = {}

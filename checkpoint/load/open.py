@@ -144,7 +144,7 @@ def candidates(
     known: set[str] = set()
     for entry in line:
         try:
-            metrics = glance(place.storage, entry).metrics
+            metrics = glance(place.storage, entry).facts.metrics
         except OSError as error:
             say(f"epoch {entry.position} is skipped when choosing the best one: {error}")
             continue

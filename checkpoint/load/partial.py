@@ -36,21 +36,6 @@ from torchrelay.jobs.cluster import GRADIENTS, dotted_prefixes
 from torchrelay.jobs.session import Session, together
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.handlers import NodeStats, NodeTimes
-from torchrelay.records import dataclass
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Leaves for one workspace; `node` is their owner, None for a value that all share.
-
-    Leaves that keep their names share a plan, so that tied tensors become one. `blob` is loaded as `target`.
-    """
-
-    workspace: Workspace
-    blob: str
-    target: str
-    node: str | None
-    restoration: Restoration
 
 
 def load_some(
@@ -69,7 +54,7 @@ def load_some(
     """
     clock = Clock()
     reader = LeafReader(storage, manifest, options=options_of(session))
-    plans: list[_Plan] = []
+    plans: list[tuple[_Part, Restoration]] = []
 
     def prepare() -> str | None:
         try:
@@ -79,26 +64,26 @@ def load_some(
         except UsageError as error:
             return str(error)
         try:
-            for workspace, blob, target, node, leaves in _joined(parts):
-                plans.append(_plan(workspace, reader, leaves, blob, target, node))
-                for read in plans[-1].restoration.reads:  # reports a missing file before anything is read
-                    reader.digest(read.leaf, node)
+            for part in _joined(parts):
+                plans.append((part, plan := _plan(part, reader)))
+                for read in plan.reads:  # reports a missing file before anything is read
+                    reader.digest(read.leaf, part[3])
         except MissingShardError as error:
             return str(error)
         return None
 
     def install() -> None:
         loading.second()
-        for plan in plans:
-            for name, value in plan.restoration.finish().items():
-                renamed = plan.target + name.removeprefix(plan.blob) if name.startswith(plan.blob) else name
-                plan.workspace.set_loaded(renamed, value)
+        for (workspace, blob, target, _, _), plan in plans:
+            for name, value in plan.finish().items():
+                renamed = target + name.removeprefix(blob) if name.startswith(blob) else name
+                workspace.set_loaded(renamed, value)
 
     with clock.spent("prove"):
         found = together(session.peers, "partial load: check", prepare)
         why = next((one for one in found if one is not None), None)
     if why is None:
-        wanted = [TensorRead(read, read.leaf, plan.node) for plan in plans for read in plan.restoration.reads]
+        wanted = [TensorRead(read, read.leaf, part[3]) for part, plan in plans for read in plan.reads]
         loading = Loading(reader, wanted)
         patience = patience_secs(sum(leaf.nbytes for leaf in manifest.leaves))
         with clock.spent("prove"):
@@ -107,7 +92,7 @@ def load_some(
             gate()
             together(session.peers, "partial load: read", install, deadline_secs=patience)
     path = f"{storage.url}/{stored_name(session.local_nodes[0].name)}.{manifest.position}"
-    size = sum(read.spec.nbytes for plan in plans for read in plan.restoration.reads)
+    size = sum(read.spec.nbytes for _, plan in plans for read in plan.reads)
     rows = session.peers.exchange(
         "partial load: done", [stored_name(session.local_nodes[0].name), path, size, clock.secs]
     )
@@ -115,7 +100,10 @@ def load_some(
 
 
 _Part = tuple[Workspace, str, str, str | None, Collection[str]]
-"""A workspace, the requested blob, its name there, and the node that owns the leaves."""
+"""A workspace, the requested blob, its name there, the node that owns it, None for all, and its leaves.
+
+Leaves that keep their names share a part, so that tied tensors become one.
+"""
 
 
 def _parts(
@@ -173,14 +161,8 @@ def _joined(parts: Sequence[_Part]) -> list[_Part]:
     return found
 
 
-def _plan(
-    workspace: Workspace,
-    reader: LeafReader,
-    leaves: Collection[str],
-    blob: str,
-    target: str,
-    node: str | None,
-) -> _Plan:
+def _plan(part: _Part, reader: LeafReader) -> Restoration:
+    workspace, blob, target, node, leaves = part
     specs, values = {}, {}
     for leaf in leaves:
         row = find_row(reader.manifest, leaf, node)
@@ -208,4 +190,4 @@ def _plan(
         exclude=None,
         same_content=lambda one, other: reader.same_content((one, node), (other, node)),
     )
-    return _Plan(workspace, blob, target, node, restoration(objects, specs, values, options))
+    return restoration(objects, specs, values, options)

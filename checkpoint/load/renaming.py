@@ -23,7 +23,7 @@ from torchrelay.checkpoint.format.position import Patterns, Position, matches_an
 from torchrelay.checkpoint.format.value_decoding import renamed_references
 from torchrelay.checkpoint.load.lookup import Rename, names_apart, pattern_list, renamed
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, LeafSpec, Role
+from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, LeafSpec, Role, blob_of
 from torchrelay.checkpoint.state.module_leaves import PARAMS, groups_prefix, state_prefix
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import objects_inside
@@ -60,15 +60,6 @@ def checked_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
     containers = [(name, value) for name, value in objects.items() if type(value) in held] if held else []
     inside = {inner: found for name, value in containers for inner, found in objects_inside(value, name)}
     return {**inside, **objects}
-
-
-def blob_of(name: str, objects: Collection[str]) -> str | None:
-    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
-    while name not in objects:
-        name, dot, _ = name.rpartition(".")
-        if not dot:
-            return None
-    return name
 
 
 def of_objects(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
@@ -179,11 +170,8 @@ def owner_of(name: str, blob: str, parameters: Collection[str]) -> tuple[str, st
     """The parameter that an optimizer's leaf is state of, and the rest of its name; else empty."""
     state = state_prefix(blob)
     rest = name.removeprefix(state)
-    end = len(rest) if name.startswith(state) else 0
-    while (end := rest.rfind(".", 0, end)) > 0:
-        if rest[:end] in parameters:
-            return rest[:end], rest[end:]
-    return "", rest
+    parameter = blob_of(rest.rpartition(".")[0], parameters) if name.startswith(state) else None
+    return parameter or "", rest.removeprefix(parameter or "")
 
 
 def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
@@ -192,7 +180,7 @@ def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
     return LeafSpec(
         row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",
         row.dtype, row.shape, row.nbytes, row.alias_of, layout if isinstance(layout, Mesh) else None,
-        row.frozen, row.order, row.order_changed, row.device, row.same_as,
+        row.frozen, row.order, row.order_changed, row.device, row.same_as
     )  # fmt: skip
 
 
@@ -324,7 +312,7 @@ class LoadChanges:
                 f"a new one those of {owners} ({buffers})"] if buffers else []),
             *([
                 f"{_some(self.unsaved)}: not saved (nodes_to_checkpoint), only replicated blobs are "
-                "loaded there; all else, random streams too, begins as new"] if self.unsaved else []),
+                "loaded there; all else, random streams too, begins as new"] if self.unsaved else [])
         ]  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def assign(
         elif here:
             choice.leave(name)
     if not here:
-        units = [one for one in _units(manifest) if choice.blob_of(one[0]) not in without]
+        units = list(_units(manifest, without))
         found.excluded.update(name for unit in units if all(map(excluded, unit)) for name in unit)
         for unit in units:
             if unit[0] not in found.excluded:
@@ -145,20 +145,19 @@ def assign_replicated(
 ) -> Assigned:
     """Decide for a node that is not saved: it loads replicated leaves, all else stays unchanged."""
     choice = _Choice(manifest, place, (), members, reader, frozenset())
-    for unit in _units(manifest):
-        if choice.blob_of(unit[0]) not in without:
-            choice.take_replicated(unit)
+    for unit in _units(manifest, without):
+        choice.take_replicated(unit)
     choice.found.may_lack.update(members)
     return choice.found
 
 
-def _units(manifest: Manifest) -> Iterator[list[str]]:
-    """Groups of leaf names that belong together."""
+def _units(manifest: Manifest, without: Collection[str]) -> Iterator[list[str]]:
+    """Groups of leaf names that belong together, but those of blobs `without`."""
     first = {name: manifest.leaves[rows[0]] for name, rows in manifest.rows.items()}
     trees = {name for name, leaf in first.items() if leaf.kind == "value"}
     found: dict[str, list[str]] = {}
     for name, leaf in first.items():
-        if leaf.role in OF_POSITION:
+        if leaf.role in OF_POSITION or leaf.blob in without:
             continue
         unit, above = name, name
         while above and leaf.group != OPTIM_GROUP:
@@ -181,9 +180,6 @@ class _Choice:
     found: Assigned = field(default_factory=Assigned)
     refused: dict[str, str] = field(default_factory=dict)
     """One leaf of each blob."""
-
-    def blob_of(self, name: str) -> str:
-        return self._first(name).blob
 
     def own_row(self, rows: Sequence[int]) -> int | None:
         number = self.manifest.world.number.get(self.place.name)
@@ -260,7 +256,7 @@ class _Choice:
 
     def _decide_unregistered(self, own: Mapping[str, int | None]) -> None:
         """Leave what `init` made to its owners, if all are here; what others register, they decide."""
-        blob, made = self.blob_of(next(iter(own))), self.manifest.facts.made_by_init
+        blob, made = self._first(next(iter(own))).blob, self.manifest.facts.made_by_init
         if blob in self.anywhere and made is not None and blob not in made:
             return
         owners = {node for name in own for node in self._owners(name)}

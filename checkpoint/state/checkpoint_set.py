@@ -25,7 +25,7 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.position import Selection, matches
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
-from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, is_sharded, parameter_of
+from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, blob_of, is_sharded, parameter_of
 from torchrelay.checkpoint.state.module_leaves import state_prefix
 from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.errors import BlobError, UsageError
@@ -196,10 +196,8 @@ def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list
     for leaf in leaves:
         if kinds[leaf.blob] is Kind.OPTIMIZER:
             prefix = state_prefix(leaf.blob)
-            owner = leaf.name[len(prefix) :] if leaf.name.startswith(prefix) else ""
-            while owner and owner not in parameters:
-                owner = owner.rpartition(".")[0]
-            unit = prefix + owner if owner else leaf.blob
+            owner = blob_of(leaf.name.removeprefix(prefix), parameters)
+            unit = prefix + owner if owner and leaf.name.startswith(prefix) else leaf.blob
         elif kinds[leaf.blob] is not Kind.MODULE:
             unit = leaf.blob
         else:

@@ -178,7 +178,10 @@ def parameter_names(objects: Mapping[str, Any], states: ModuleStates | None = No
     found: dict[int, str] = {}
     later: dict[Kind, list[tuple[str, Any]]] = {Kind.CONTAINER: [], Kind.OPTIMIZER: []}
     for blob, value in objects.items():
-        kind = Kind.TENSOR if type(value) is torch.Tensor else kind_of(value)
+        if type(value) is torch.Tensor:  # there may be very many
+            found.setdefault(id(value), blob)
+            continue
+        kind = kind_of(value)
         if kind is Kind.TENSOR:
             found.setdefault(id(value), blob)
         elif kind is Kind.MODULE:

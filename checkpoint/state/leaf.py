@@ -212,6 +212,15 @@ NEEDS_OBJECT = (Role.STATE, Role.SUBCLASS)
 """Roles of a blob's own leaf that can only be loaded into a live object."""
 
 
+def blob_of(name: str, objects: Collection[str]) -> str | None:
+    """The object that a leaf belongs to. No blob's name is a dotted prefix of another's."""
+    while name not in objects:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
+
+
 GRADIENT_PARTS = INDICES, VALUES, UNSHARDED = "@indices", "@values", "@unsharded"
 """Ends of the names of leaves that are a part of a gradient."""
 
@@ -311,9 +320,11 @@ def frozen_of(role: Role | None, tensor: torch.Tensor) -> bool | None:
 def spec_of(leaf: Leaf) -> LeafSpec:
     """The spec of a leaf; raises BlobError for placements and dtypes that have no stored form."""
     content = leaf.content
-    named = leaf.name, leaf.blob, leaf.role, leaf.group
     if isinstance(content, Value):
-        return LeafSpec(*named, "value", None, (), content.nbytes, leaf.alias_of, None, leaf.frozen)
+        return LeafSpec(
+            leaf.name, leaf.blob, leaf.role, leaf.group, "value", None, (), content.nbytes, leaf.alias_of,
+            None, leaf.frozen,
+        )  # fmt: skip
     element = logical_dtype(content.dtype, leaf.name)
     shape = tuple(content.shape)
     sharding, order, device = None, None, None
@@ -322,8 +333,8 @@ def spec_of(leaf: Leaf) -> LeafSpec:
     else:
         order, device = order_of(content), device_of(leaf.role, content)
     return LeafSpec(
-        *named, "tensor", element.name, shape, element.nbytes(shape), leaf.alias_of, sharding, leaf.frozen,
-        order, False, device, leaf.same_as,
+        leaf.name, leaf.blob, leaf.role, leaf.group, "tensor", element.name, shape, element.nbytes(shape),
+        leaf.alias_of, sharding, leaf.frozen, order, False, device, leaf.same_as,
     )  # fmt: skip
 
 

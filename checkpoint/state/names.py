@@ -169,11 +169,6 @@ def module_parts(module: nn.Module) -> list[Part]:
     return found
 
 
-def has_extra_state(module: nn.Module) -> bool:
-    """Whether a module itself, without those below it, has state other than its own tensors."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
 def key_names(parts: Sequence[Part]) -> Callable[[str, Any], str] | None:
     """Maps a state dict key and its value to the canonical name; None if names and keys are the same.
 

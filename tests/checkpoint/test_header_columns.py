@@ -18,7 +18,8 @@ from torchrelay.checkpoint.format.names import Box, Flat, Whole
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard import header as shard_header
 from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity, ShardPart
-from torchrelay.checkpoint.load.renaming import blob_of, of_objects
+from torchrelay.checkpoint.load.renaming import of_objects
+from torchrelay.checkpoint.state.leaf import blob_of
 from torchrelay.errors import DamagedError, FormatError
 
 BIG = 2**53

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead
-from torchrelay.checkpoint.load.renaming import blob_of
+from torchrelay.checkpoint.state.leaf import blob_of
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError, UsageError
 

@@ -79,7 +79,17 @@ class ReadPlan:
         slabs = self._boxes.portions(options)
         nbytes = sum(one.stop - one.start for _, requests in self._straight.values() for one in requests)
         nbytes += sum(one.nbytes for some in slabs.values() for one in some)
-        read_portions(self._portions(slabs, options), nbytes, options, seen_twice)
+
+        def portions() -> Iterator[Portion]:
+            """In file order; straight reads are made file by file."""
+            for path in sorted(self._straight.keys() | slabs.keys()):
+                found = [*slabs.get(path, ())]
+                if path in self._straight:
+                    header, requests = self._straight[path]
+                    found += header.portions(requests, options)
+                yield from sorted(found, key=attrgetter("begin"))
+
+        read_portions(portions(), nbytes, options, seen_twice)
 
     def check(self, options: ReadOptions) -> int:
         """Verify all blocks that `read` reads; returns the number of bytes. Raises as `read` does."""
@@ -90,15 +100,6 @@ class ReadPlan:
         return check_portions(
             [one for header, requests in wanted.values() for one in header.checks(requests, memory)], options
         )
-
-    def _portions(self, slabs: dict[str, list[Portion]], options: ReadOptions) -> Iterator[Portion]:
-        """Portions in file order; straight reads are made file by file."""
-        for path in sorted(self._straight.keys() | slabs.keys()):
-            found = [*slabs.get(path, ())]
-            if path in self._straight:
-                header, requests = self._straight[path]
-                found += header.portions(requests, options)
-            yield from sorted(found, key=attrgetter("begin"))
 
 
 def check_portions(portions: Sequence[Portion], options: ReadOptions) -> int:
@@ -140,8 +141,7 @@ class LeafReader:
 
     def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
         """Plan what `read_many` does; opens headers only, and raises as it does."""
-        found, boxes = self.planned(reads)
-        return ReadPlan(found, boxes)
+        return ReadPlan(*self.planned(reads))
 
     @property
     def is_remote(self) -> bool:
@@ -282,8 +282,8 @@ class LeafReader:
         target = read.target or whole_target(spec.shape)
         memory = _memory(spec, read, prod(target.shape))
         owner = holder_of(self.manifest, row, read.node)
-        near = parts_near(self.manifest.layouts[spec.layout], row, spec, [w.box for w in target.windows])
-        return BoxRead(spec, near if owner is None else near.of(owner), target, memory)
+        parts = parts_near(self.manifest.layouts[spec.layout], row, spec, [w.box for w in target.windows])
+        return BoxRead(spec, parts if owner is None else parts.of(owner), target, memory)
 
     def _places(self, leaf: str, node: str | None) -> Iterator[tuple[Key, str, ShardHeader]]:
         """The key of each piece of a leaf, its text, and the file's header."""

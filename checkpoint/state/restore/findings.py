@@ -7,9 +7,9 @@ unchanged (`exclude`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
-from itertools import product
+from itertools import product, takewhile
 
 import torch
 
@@ -142,7 +142,11 @@ class Mismatches:
         types = {self.types.get(name) for name in (*different, *missing, *unexpected)}
         if options.cast is not None and len(types) == 1 and (only := types.pop()) is not None:
             return f"To convert them to the type that they have here: dtype={only}"
-        names = list(dict.fromkeys([*options.excluded, *_covering([*different, *missing, *unexpected])]))
+        found = list(dict.fromkeys([*different, *missing, *unexpected]))
+        for longest, depth in ((3, 1), (12, 0)):  # if there are many, parts below a blob, or blobs
+            if len(found) > longest:
+                found = list(dict.fromkeys(next(iter(dotted_prefixes(name)[depth:]), name) for name in found))
+        names = list(dict.fromkeys([*options.excluded, *found]))
         return f"To keep these as the program made them: {options.exclude}={names!r}"
 
 
@@ -174,7 +178,11 @@ def _rule(
     best: dict[str, str] = {}
     most: dict[str, str] = {}
     for name, old in product(missing[:_RULES], unexpected[:_NEAREST_FOR]):
-        for here, there in _beginnings(name, old):
+        ones, others = name.split("."), old.split(".")
+        pairs = zip(reversed(ones), reversed(others), strict=False)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        for alike in range(min(common, len(ones) - 1, len(others) - 1), 0, -1):  # the longest ending first
+            here, there = ".".join(ones[:-alike]), ".".join(others[:-alike])
             if within in (here, there):
                 continue
             below = [one for one in unexpected if one == there or one.startswith(f"{there}.")]
@@ -184,22 +192,3 @@ def _rule(
                 best = {there.removeprefix(f"{within}."): here.removeprefix(f"{within}.")}
                 most = hit
     return best, most
-
-
-def _beginnings(one: str, other: str) -> Iterator[tuple[str, str]]:
-    """Prefixes of two names before common endings, the longest ending first."""
-    ones, others = one.split("."), other.split(".")
-    common = 0
-    while common < min(len(ones), len(others)) and ones[-1 - common] == others[-1 - common]:
-        common += 1
-    for alike in range(min(common, len(ones) - 1, len(others) - 1), 0, -1):
-        yield ".".join(ones[:-alike]), ".".join(others[:-alike])
-
-
-def _covering(names: Sequence[str]) -> list[str]:
-    """The names, or, if there are many, their parts below a blob, or prefixes."""
-    found = list(dict.fromkeys(names))
-    for longest, depth in ((3, 1), (12, 0)):
-        if len(found) > longest:
-            found = list(dict.fromkeys(next(iter(dotted_prefixes(name)[depth:]), name) for name in found))
-    return found

@@ -97,8 +97,7 @@ class _Listing:
 
     def part(self, name: str, end: str, content: torch.Tensor) -> None:
         leaf = f"{GRADIENTS}.{name}{end}"
-        plain = content.detach()
-        self.leaves.append(Leaf(leaf, GRADIENTS, Role.GRADIENT, OPTIM_GROUP, plain))
+        self.leaves.append(Leaf(leaf, GRADIENTS, Role.GRADIENT, OPTIM_GROUP, content.detach()))
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         if is_sharded(grad):

@@ -9,14 +9,14 @@ optimizer can be loaded without its modules.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
 from torchrelay.checkpoint.format.position import matches_any
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded, learning
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role, blob_of, is_sharded, learning
 from torchrelay.checkpoint.state.module_leaves import (
     PARAMS,
     group_prefix,
@@ -42,6 +42,7 @@ from torchrelay.checkpoint.state.tensor_memory import (
 )
 from torchrelay.checkpoint.state.tree_leaves import container_tensors, description, made_state
 from torchrelay.errors import BlobError
+from torchrelay.records import dataclass
 
 Builder = Callable[[torch.device | None], Any]
 """Returns an entry once everything is read; new tensors go to the device."""
@@ -136,32 +137,29 @@ def _members(
 _SCHEDULERS_OPTIONS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
 
+@dataclass
 class _Load:
     """The plan for one optimizer whose parameters are matched."""
 
-    def __init__(
-        self,
-        draft: RestorePlan,
-        blob: str,
-        optimizer: Optimizer,
-        members: dict[str, torch.Tensor],
-        added: list[list[torch.Tensor]],
-    ) -> None:
-        self.draft = draft
-        self.blob = blob
-        self.optimizer = optimizer
-        self.local = local_part(optimizer)
-        self.members = members
-        self.added = added
+    draft: RestorePlan
+    blob: str
+    optimizer: Optimizer
+    members: dict[str, torch.Tensor]
+    added: list[list[torch.Tensor]]
+
+    def __post_init__(self) -> None:
+        self.local = local_part(self.optimizer)
         self._made: dict[int, Mapping[str, Any]] = {}
         self._builders: dict[str, Builder] = {}
-        stored = {id(one): draft.specs.get(name) for name, one in members.items()}
+        stored = {id(one): self.draft.specs.get(name) for name, one in self.members.items()}
         self._orders = {key: None if spec is None else spec.order for key, spec in stored.items()}
         self._as_torch = steps_as_torch(self.local)
 
     def plan(self) -> None:
         self._contents()
-        shared = self._shared()
+        rest_name = shared_name(self.blob)  # state that belongs to no parameter
+        spec = self.draft.take(rest_name) if rest_name in self.draft.specs else None
+        shared: Builder = (lambda device: {}) if spec is None else LeafValue(self.draft, spec)
         if isinstance(self.local, LBFGS):
             self._check_joint_state()
         if self.draft.kept or self.draft.options.cast is not None:
@@ -215,7 +213,8 @@ class _Load:
         prefix = state_prefix(self.blob)
         owners: dict[str, torch.Tensor] = {}
         for spec in self._beginning(prefix):
-            if (name := self._owner(spec.name[len(prefix) :])) is None:
+            name = blob_of(spec.name[len(prefix) :].rpartition(".")[0], self.members)
+            if name is None:
                 continue
             owner = owners[name] = self.members[name]
             stored = self.draft.specs.get(name)
@@ -224,16 +223,10 @@ class _Load:
             followed = followed and self.draft.specs.get(spec.stored_as, spec).blob == self.blob
             if followed and spec.dtype != dtype_name(owner.dtype) and key != "step":
                 self.draft.converted[spec.stored_as] = owner.dtype
-        parts = {self._owner(one[len(prefix) :]) for one in self.draft.kept if one.startswith(prefix)}
+        left = [one[len(prefix) :] for one in self.draft.kept if one.startswith(prefix)]
+        parts = {blob_of(one.rpartition(".")[0], self.members) for one in left}
         for name in filter(parts.__contains__, owners):
             self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
-
-    def _shared(self) -> Builder:
-        spec = self.draft.specs.get(shared_name(self.blob))
-        if spec is None:
-            return lambda device: {}
-        self.draft.take(spec.name)
-        return LeafValue(self.draft, spec)
 
     def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
         prefix = groups_prefix(self.blob)
@@ -253,44 +246,32 @@ class _Load:
                 f"{', '.join(foreign)} and lacks {', '.join(lacking)}: it is another kind of optimizer"
             )
         live = [*self.optimizer.param_groups, *({} for _ in self.added)]
-        return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
+        return [
+            {key: self._entry(key, spec, group.get(key), trees, None) for key, spec in keyed[str(number)]}
+            for number, group in enumerate(live)
+        ]
 
     def _state(self, trees: Mapping[str, Builder]) -> dict[str, dict[str, Builder]]:
         prefix = state_prefix(self.blob)
-        keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
+        keyed: defaultdict[str, list[tuple[str, LeafSpec]]] = defaultdict(list)
         begun = self._beginning(prefix)
         wrapped = tuple(f"{spec.name}." for spec in begun if spec.role is Role.SUBCLASS)
         for spec in begun:
-            if spec.name.startswith(wrapped):
-                continue
             rest = spec.name[len(prefix) :]
-            if (owner := self._owner(rest)) is not None:
-                keyed.setdefault(owner, []).append((rest[len(owner) + 1 :], spec))
+            owner = None if spec.name.startswith(wrapped) else blob_of(rest.rpartition(".")[0], self.members)
+            if owner is not None:
+                keyed[owner].append((rest[len(owner) + 1 :], spec))
         live = {} if self.draft.rehearsed else self.local.state  # a new one has none
-        return {
-            owner: self._entries(found, live.get(self.members[owner], {}), trees, self.members[owner])
-            for owner, found in keyed.items()
-        }
+        state: dict[str, dict[str, Builder]] = {}
+        for name, found in keyed.items():
+            parameter = self.members[name]
+            own = live.get(parameter, {})
+            state[name] = {key: self._entry(key, spec, own.get(key), trees, parameter) for key, spec in found}
+        return state
 
     def _beginning(self, prefix: str) -> list[LeafSpec]:
         """The remaining leaves of the blob with this prefix."""
         return [spec for spec in self.draft.rest(self.blob) if spec.name.startswith(prefix)]
-
-    def _owner(self, rest: str) -> str | None:
-        """The parameter whose name is the longest prefix of `rest`."""
-        end = rest.rfind(".")
-        while end > 0 and rest[:end] not in self.members:
-            end = rest.rfind(".", 0, end)
-        return rest[:end] if end > 0 else None
-
-    def _entries(
-        self,
-        found: Iterable[tuple[str, LeafSpec]],
-        live: Mapping[str, Any],
-        trees: Mapping[str, Builder],
-        owner: torch.Tensor | None = None,
-    ) -> dict[str, Builder]:
-        return {key: self._entry(key, spec, live.get(key), trees, owner) for key, spec in found}
 
     def _model(self, spec: LeafSpec, key: str, owner: torch.Tensor | None) -> torch.Tensor | None:
         """The tensor that a wrapper subclass is made like: its parameter, or the result of a first step."""

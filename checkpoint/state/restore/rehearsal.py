@@ -34,7 +34,6 @@ from torchrelay.checkpoint.state.names import (
     EXTRA_STATE,
     Kind,
     TensorNames,
-    has_extra_state,
     kind_of,
     module_parts,
     overlaps_of,
@@ -106,7 +105,7 @@ class NodeStructure:
             show_shards(blob, parts)
             for path, _, part in parts:
                 self.parts.add(f"{blob}.{path}")
-                if has_extra_state(part):
+                if type(part).get_extra_state is not nn.Module.get_extra_state:
                     self.tensors[f"{blob}.{path}{EXTRA_STATE}"] = _Built(False, "an extra state", None)
                 passing = part._non_persistent_buffers_set
                 for name, one in part._parameters.items():
@@ -306,6 +305,7 @@ class Rehearsal(RestorePlan):
         self._shown = shown
         self._shows: dict[str, bool] = {}
         self._makes: dict[str, bool] = {}
+        """Whether some live optimizer makes a wrapper of this form."""
 
     def models(
         self, blob: str, value: Any, ask: Callable[[], Mapping[str, torch.Tensor]]
@@ -325,20 +325,15 @@ class Rehearsal(RestorePlan):
         stored = self.json(spec)
         self._take_inner(spec)
         known = self._shown is None or spec.name in self._shown or self._shows.get(spec.blob)
-        if not known and not self._can_be_made(stored):
+        if not known and (form := repr(stored)) not in self._makes:
+            self._makes[form] = made_by_an_optimizer(stored) is not None
+        if not known and not self._makes[repr(stored)]:
             self.unlike(
                 f"{spec.name} is {in_words(stored)}, which came after the start, so a load could not build "
                 "it: give its class a method state_dict_to_load_into() that returns the state with such "
                 "tensors in it"
             )
         return lambda device: torch.empty(0)
-
-    def _can_be_made(self, described: Json) -> bool:
-        """Whether some live optimizer makes such a tensor; each form is looked up once."""
-        form = repr(described)
-        if form not in self._makes:
-            self._makes[form] = made_by_an_optimizer(described) is not None
-        return self._makes[form]
 
     def _take_inner(self, spec: LeafSpec) -> None:
         stored = self.json(spec)

@@ -34,11 +34,7 @@ from torchrelay.checkpoint.state.leaf import (
 )
 from torchrelay.checkpoint.state.module_leaves import match_strides, named_parameters, orphans, parameters
 from torchrelay.checkpoint.state.names import Kind, kind_of, optimizers_in
-from torchrelay.checkpoint.state.restore.container import (
-    StoredTensor,
-    draft_container,
-    regrouped,
-)
+from torchrelay.checkpoint.state.restore.container import StoredTensor, draft_container, regrouped
 from torchrelay.checkpoint.state.restore.findings import USUAL, RestoreOptions
 from torchrelay.checkpoint.state.restore.module import draft_module
 from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft_shared_parameters

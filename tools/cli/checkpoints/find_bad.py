@@ -106,7 +106,7 @@ def _of_branch(selected: Selected) -> Iterator[dict[str, Any]]:
     """Read the metrics of an abandoned branch from its epochs; the run's own file has the current branch."""
     for entry in selected.view.line(selected.entry.branch):
         if entry.position.boundary:
-            metrics = glance_or_notes(selected.place.storage, entry).metrics
+            metrics = glance_or_notes(selected.place.storage, entry).facts.metrics
             yield {"epoch": entry.position.epoch, "metrics": metrics}
 
 

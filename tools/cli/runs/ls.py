@@ -376,5 +376,5 @@ def _epoch_json(
         "bytes": None if seen is None else seen.own_bytes,
         "states": states,
         "tags": marks_of(view, entry),
-        "metrics": {} if seen is None else {name: finite(one) for name, one in seen.metrics.items()},
+        "metrics": {} if seen is None else {name: finite(one) for name, one in seen.facts.metrics.items()},
     }
