@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict, early_reasons
 from torchrelay.runners.training.plan import Choice, RunResult
 
+_NAMED = 8
 FINAL_PARTS = ("upload", "download", "exit")
 ENDED: tuple[State, ...] = ("FINISHED", "STOPPED")
 """The states of a run whose end is recorded."""
@@ -133,6 +134,19 @@ class Journal:
             self.say(f"resuming from epoch {look.position}: {choice.reason}")
         elif choice.rewind:
             self.warn(f"starting from scratch: {choice.reason}; existing epochs are kept, abandoned")
+
+    def say_new_run(self, saved: Collection[str]) -> None:
+        """Log what a new run saves and where; warn if that is only random states."""
+        if not saved:
+            self.warn("nothing is registered, so checkpoints hold random states only: pass blobs to Job")
+            return
+        names, size = sorted(saved), self.peers.size
+        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
+        where = self.where
+        if isinstance(where, Path):
+            with suppress(OSError, ValueError):  # elsewhere, or without a working directory
+                where = where.relative_to(Path.cwd())
+        self.say(f"new run{f' {where}' if where else ''} on {size} rank{'s' * (size > 1)} saves {shown}")
 
     # While it runs
 

@@ -18,6 +18,7 @@ from torchrelay.checkpoint.format.names import LINEAGE
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.view import Look
+from torchrelay.checkpoint.state.checkpoint_set import members_of
 from torchrelay.checkpoint.storage.work import progress
 from torchrelay.errors import DamagedError, PartiallyLoadedError
 from torchrelay.jobs.data.data_parallel import drop as drop_wrappers
@@ -324,10 +325,8 @@ class Life:
         if self.manager is not None:
             self.session.run(self.manager.init(self.nodes))
             self._begin_branch(choice)
-            if not any(self.session.workspace(place.name).entries() for place in self.session.local_nodes):
-                self.journal.warn(
-                    "nothing is registered, so checkpoints hold random states only: pass blobs to Job"
-                )
+            spaces = [self.session.workspace(place.name) for place in self.session.local_nodes]
+            self.journal.say_new_run({name for space in spaces for name in members_of(space)})
             if self.plan.save_initial:
                 self.saver.save(Position(0), self.facts(StopVerdict()))
         return StopVerdict()

@@ -85,7 +85,7 @@ def resumed(python: Path | str, folder: Path, shown: str, env: Mapping[str, str]
     found = re.search(r"resuming from epoch (\d+)", printed)
     if found is None or int(found[1]) < KILLED_AFTER:
         raise FirstRunError(f"mine.py did not resume after epoch {KILLED_AFTER}:\n{printed}")
-    wanted = [line for line in shown.splitlines() if not line.startswith("$ ")]
+    wanted = shown.rpartition("$ python mine.py")[2].splitlines()[1:]
     for line in wanted:
         # Where the kill struck and how fast the machine is differ from one run to the next.
         known = re.sub(r"resuming from epoch \d+|[\d.]+(?= epochs/s)", "...", line)

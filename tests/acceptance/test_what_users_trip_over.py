@@ -14,7 +14,7 @@ import torch
 from stage import warned
 from torch.utils.data import DataLoader
 
-from torchrelay import Job, JobRunner, LocalSession, Run, early_stopping, max_epochs
+from torchrelay import Checkpointer, Job, JobRunner, LocalSession, Run, early_stopping, max_epochs
 from torchrelay.errors import BlobError, LeftByInterrupt, SaveFailedError, TaskFailedError
 
 
@@ -103,6 +103,10 @@ def test_a_scheduler_that_is_not_saved_is_warned_of(tmp_path: Path, kept: str) -
         JobRunner(job, tmp_path / "run").train(LocalSession())
     expected = ["optimizer has a learning-rate scheduler that is not among the blobs"]
     assert [text.partition(":")[0] for text in texts] == (expected if kept == "nowhere" else [])
+    blobs = {one.name: one.source for one in job.blobs}
+    with warned() as texts, Checkpointer(tmp_path / "only", blobs) as checkpointer:
+        checkpointer.save(1)
+    assert [text.partition(":")[0] for text in texts] == (expected if kept == "nowhere" else [])
 
 
 class Holder:
@@ -116,6 +120,38 @@ class Holder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
+
+
+def own_objects() -> dict[str, Any]:
+    model = torch.nn.Linear(2, 1)
+    return dict(model=model, optimizer=torch.optim.Adam(model.parameters()))
+
+
+def trained(objects: dict[str, Any]) -> None:
+    objects["optimizer"].zero_grad()
+    objects["model"](torch.ones(1, 2)).sum().backward()
+    objects["optimizer"].step()
+
+
+@pytest.mark.parametrize("saving", ["Run", "Checkpointer"])
+@pytest.mark.parametrize("event", ["built again", "trained in turn", "other shapes"])
+def test_objects_that_are_built_again_are_reported(tmp_path: Path, saving: str, event: str) -> None:
+    """A warning once, after the second epoch; not for optimizers that also step, or that differ."""
+    registered, other = own_objects(), own_objects()
+    if event == "other shapes":
+        other["model"] = torch.nn.Linear(2, 1, bias=False)
+        other["optimizer"] = torch.optim.Adam(other["model"].parameters())
+    with warned() as texts:
+        saved = Run(tmp_path, registered) if saving == "Run" else Checkpointer(tmp_path, registered)
+        with saved as one:
+            for epoch in one.epochs(3) if isinstance(one, Run) else range(1, 4):
+                trained(other)
+                if event == "trained in turn":
+                    trained(registered)
+                if isinstance(one, Checkpointer):
+                    one.save(epoch)
+    expected = ["'optimizer' never stepped, but another optimizer"] if event == "built again" else []
+    assert [text[: len(expected[0])] for text in texts if "never stepped" in text] == expected
 
 
 def test_a_loader_of_torch_as_a_blob_names_the_one_that_can_be_saved(tmp_path: Path) -> None:
@@ -154,6 +190,19 @@ def test_a_loop_that_ends_early_shows_no_lines_of_torchrelay(
         "ValueError: odd" if event == "error" else "the same command resumes"
     )
     assert len(raised.traceback) == 2 and "Interrupted" not in text.partition("LeftByInterrupt")[0]
+
+
+def test_a_first_launch_logs_where_and_what_it_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line when the training begins, as typed; none in a resume, or where only warnings are logged."""
+    monkeypatch.chdir(tmp_path)
+    for folder, level, expected in (("a", "info", 1), ("a", "info", 0), ("b", "warning", 0)):
+        monkeypatch.setenv("TORCHRELAY_LOG_LEVEL", level)
+        with Run(f"runs/{folder}", dict(w=torch.zeros(1), best={"loss": 1.0})) as run:
+            list(run.epochs(1))
+        line = " I r0/1 new run runs/a on 1 rank saves best, w\n"
+        assert capsys.readouterr().err.count(line) == expected
 
 
 def test_early_stopping_says_why_the_run_has_finished(
