@@ -49,7 +49,7 @@ from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import kind_of, local_part, memory_place, overlaps_of
 from torchrelay.checkpoint.state.restore.gradients import gradient_leaves
 from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, arrays_of, rehearse
-from torchrelay.checkpoint.state.steps import unsaved_optimizers
+from torchrelay.checkpoint.state.steps import replaced_optimizer, unsaved_optimizers
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import NodePlace
@@ -341,6 +341,8 @@ class Unsaved:
         self._warned_names: set[str] = set()
         self._warned_optimizers = WeakSet[Optimizer]()
         self._looked_at_parameters = False
+        self._replaced = 0
+        """Saves at which registered optimizers looked replaced."""
 
     def patterns(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
         """Warn of patterns that match no leaf of any node, once optimizers have state."""
@@ -380,6 +382,13 @@ class Unsaved:
             "and a resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
             for optimizer, name in unsaved
         ]
+        self._replaced += (replaced := replaced_optimizer(state.objects, state.names)) is not None
+        if replaced is not None and self._replaced == 2:
+            texts.append(
+                f"{replaced!r} never stepped, but another optimizer of the same kind did: what the program "
+                "trains is not what it registered, and not saved. Build model and optimizer once, before "
+                "they are registered"
+            )
         left_out = [] if self._looked_at_parameters else self._left_out(state)
         self._looked_at_parameters = True
         if left_out:

@@ -129,6 +129,30 @@ def unsaved_optimizers(
             yield optimizer, name
 
 
+def replaced_optimizer(objects: Mapping[str, Any], names: Container[int]) -> str | None:
+    """Return the name of a registered optimizer that never stepped while another one, built alike, did.
+
+    Then the program has built model and optimizer again. The other one is of the same class, and its tensors
+    have the same shapes, but none of these `names`. None if any registered optimizer has stepped.
+    """
+    own = {name: one for name, one in objects.items() if isinstance(one, Optimizer)}
+    if not own or any(id(part) in STEPS for one in own.values() for part in (one, local_part(one))):
+        return None
+    others = [one for step in STEPS.values() if (one := step.optimizer()) is not None]
+    strangers = [one for one in others if not any(key in names for key in _shapes(one))]
+    for name, one in own.items():
+        if any(
+            type(one) is type(other) and [*_shapes(one).values()] == [*_shapes(other).values()]
+            for other in strangers
+        ):
+            return name
+    return None
+
+
+def _shapes(optimizer: Optimizer) -> dict[int, torch.Size]:
+    return {id(one): one.shape for group in optimizer.param_groups for one in group["params"]}
+
+
 def is_left(grad: torch.Tensor, left: Mapping[int, int]) -> bool:
     """Whether a gradient is what a step left behind, not written since."""
     memory = written_memory(grad)

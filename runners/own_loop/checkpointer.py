@@ -32,6 +32,7 @@ from torchrelay.runners.session.local import LocalSession, current_or_new_sessio
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.training.journal import SaveWarning
 from torchrelay.runners.training.plan import check_epoch
+from torchrelay.runners.training.resume import FromProgram
 from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_process, warn_of_bare_ddp
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ class Checkpointer:
             for before in (True, False):
                 bind_blobs(self._job, session, before_setup=before)
             session.after_setup()
+            FromProgram(()).note(session, warn)
             self._engine.prepare(session)
         warn_of_bare_ddp(session, warn)
         self._session = session
