@@ -30,7 +30,7 @@ from torchrelay.checkpoint.state import steps
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.module_leaves import parameters, parts_of, state_prefix
-from torchrelay.checkpoint.state.steps import takes_gate
+from torchrelay.checkpoint.state.steps import takes_gate, written_between_steps
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs import runtime
 from torchrelay.records import dataclass
@@ -214,13 +214,14 @@ def late_leaves(
     - inference tensors, and subclasses of Tensor other than DTensor
     - parameters of scripted modules, whose `load_state_dict` takes no gate
     - weights that a forward pass normalises (`max_norm` of embeddings)
-    - parameters that an unknown optimizer holds too
+    - parameters that an unknown optimizer holds too, or that the program was seen to write between steps
     """
     optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
     names = names or parameter_names(objects)
     foreign = {
         id(one) for other in optimizers.values() if not waits_at_the_gate(other) for one in parameters(other)
     }
+    foreign |= written_between_steps()
     # Parameters that a module writes without a gate: in `load_state_dict` or in `forward`.
     modules = (value for value in objects.values() if isinstance(value, nn.Module))
     parts = [part for module in modules for part in parts_of(module)]

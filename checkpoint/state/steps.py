@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchrelay.checkpoint.state.leaf import Leaf, Value, is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.module_leaves import parts_of
 from torchrelay.checkpoint.state.names import Kind, kind_of, local_part, memory_place
+from torchrelay.checkpoint.state.tensor_memory import is_plain_memory
 
 
 class LastStep:
@@ -72,6 +73,7 @@ class LastStep:
         return ((grad, version) for grad, version in found if grad is not None)
 
 
+_SAMPLE_ELEMENTS = 1024
 STEPS: dict[int, LastStep] = {}
 _installed: list[Any] = []
 
@@ -83,6 +85,7 @@ def watch_steps() -> None:
     """
     if not _installed:
         _installed.append(register_optimizer_step_post_hook(_stepped))
+        _installed.append(register_optimizer_step_pre_hook(_find_writers))
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
@@ -97,10 +100,53 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         for number in [number for number, one in STEPS.items() if one.optimizer() in (None, optimizer)]:
             del STEPS[number]
         step = STEPS[id(optimizer)] = LastStep(optimizer, parameters)
+        if next(_looks, None) is not None:
+            _sampled[id(optimizer)] = _samples(parameters)
     try:
         step.note(parameters)
     except Exception:  # gradients of a kind that cannot be followed are saved
         step.grads, step.versions, step.begins_anew = [], [], False
+
+
+Sample = tuple["weakref.ref[torch.Tensor]", torch.Tensor]
+
+_sampled: dict[int, list[Sample]] = {}
+"""Some elements of each parameter after the first step of an optimizer, until its second step."""
+
+_looks = iter(range(256))
+"""One for each optimizer: a program that makes one for every batch needs no more."""
+
+_written: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+def written_between_steps() -> set[int]:
+    """Parameters, by id, that the program was seen to write between two steps of their optimizer.
+
+    Only the first two steps of an optimizer in this process are compared. Values are, because torch does not
+    count writes through `.data`.
+    """
+    return {key for key, one in _written.items() if one() is not None}
+
+
+def _samples(parameters: Iterable[torch.Tensor]) -> list[Sample]:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return []
+    whole = ((one, written_memory(one)) for one in parameters)
+    flat = ((one, memory.detach().view(-1)) for one, memory in whole if is_plain_memory(memory))
+    return [
+        (weakref.ref(one), memory[:: len(memory) // _SAMPLE_ELEMENTS + 1].clone()) for one, memory in flat
+    ]
+
+
+def _find_writers(optimizer: Optimizer, *_: Any) -> None:
+    """Hook before each optimizer step."""
+    before = _sampled.pop(id(optimizer), None) if _sampled else None
+    if not before or torch.compiler.is_compiling():
+        return
+    now = dict(_samples([parameter for one, _ in before if (parameter := one()) is not None]))
+    for one, sample in before:
+        if one in now and not torch.equal(sample.view(torch.uint8), now[one].view(torch.uint8)):
+            _written[id(one())] = one
 
 
 def unsaved_optimizers(

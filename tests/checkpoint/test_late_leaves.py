@@ -8,6 +8,7 @@ from torch import nn
 
 from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, digest, stretches
 from torchrelay.checkpoint.save.staging import late_leaves
+from torchrelay.checkpoint.state import steps
 
 
 class Own(torch.optim.SGD):
@@ -20,6 +21,27 @@ def trained(make, **how) -> tuple[nn.Module, torch.optim.Optimizer]:
     model(torch.rand(3, 4)).sum().backward()
     optimizer.step()
     return model, optimizer
+
+
+@pytest.mark.parametrize("write", ["data", "no_grad", "none"])
+def test_parameters_that_are_written_between_steps_are_copied_at_once(
+    write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a WGAN, whose weights are clipped before each step; torch counts no write through `.data`."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(steps, "_looks", iter([1]))  # whatever other tests have used up
+    steps.watch_steps()
+    for _ in range(2):
+        if write == "data":
+            model.weight.data.clamp_(-0.01, 0.01)
+        elif write == "no_grad":
+            with torch.no_grad():
+                model.weight.clamp_(-0.01, 0.01)
+        model(torch.rand(3, 4)).sum().backward()
+        optimizer.step()
+    late = set(late_leaves({"model": model, "optimizer": optimizer}))
+    assert late == ({"model.weight", "model.bias"} if write == "none" else {"model.bias"})
 
 
 @pytest.mark.parametrize(
