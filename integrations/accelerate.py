@@ -209,13 +209,13 @@ class LoaderPlace:
             if not size or not state["batch_size"] or samples % size:
                 raise UsageError(
                     f"the epoch was interrupted after {samples} samples, which is not a multiple of the "
-                    f"global batch size {size}: change it, or use resume(epoch={state['epoch']})"
+                    f"global batch size {size}: change it"
                 )
             taken = samples // size
         if taken and self._generator is not None and not state["own_generator"]:
             raise UsageError(
                 "the epoch was interrupted in a run of one process, whose data order several ranks cannot "
-                f"reproduce: start one process, or use resume(epoch={state['epoch']})"
+                "reproduce: start one process"
             )
         if isinstance(sampler, SeedableRandomSampler) and state["seed"] is not None:
             sampler.initial_seed = state["seed"]
@@ -293,7 +293,7 @@ def check_kind(accelerator: Accelerator) -> None:
     """Raise UsageError if the model and the optimizer do not hold their state themselves."""
     reason = _ELSEWHERE.get(accelerator.distributed_type)
     if accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2:
-        reason = "FSDP 1 keeps flat parts; set fsdp_version=2, or register torchrelay.fsdp_state(...)"
+        reason = "FSDP 1 keeps flat parts; set fsdp_version=2"
     if reason is not None:
         raise UsageError(
             f"{accelerator.distributed_type} does not keep its states in the prepared objects: {reason}"

@@ -190,7 +190,7 @@ class LoopBlobs:
             if name not in self._registered:
                 raise UsageError(
                     f"blobs[{name!r}] was added after the blobs were registered, and it is not saved: "
-                    "add it before, or keep it in another dict"
+                    "add it before"
                 )
         for name, value in self._registered.items():
             if self._live.get(name, value) is not value:

@@ -93,9 +93,7 @@ def replace_file(path: Path, data: bytes, *, sync: Literal["all", "content", "no
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; free space or make it writable"
-        ) from error
+        raise StorageError(f"cannot write {path}: {error.strerror}; fix the storage") from error
 
 
 def write_new(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -239,5 +237,5 @@ class SamePlace:
 
 _REMEDY = (
     ": it was unmounted, renamed or replaced while the job wrote there, and nothing was written into what "
-    "lies there now; mount it again or move it back, then start the same command"
+    "lies there now; bring it back and start the same command"
 )

@@ -119,8 +119,8 @@ def capture(run: Path, stages: Sequence[LineageStage]) -> None:
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
         raise StorageError(
-            f"the lineage of {run} could not be written: {error.filename or fresh}: {error.strerror}; free "
-            "space or make it writable"
+            f"the lineage of {run} could not be written: {error.filename or fresh}: {error.strerror}; fix "
+            "the storage"
         ) from error
 
 

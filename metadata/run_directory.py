@@ -118,9 +118,7 @@ class RunDirectory:
                 raise kind(why) from error
             if is_file:
                 which = "is" if path == self.path else f"cannot be created: {path} is"
-                raise UsageError(
-                    f"the run directory {self.path} {which} a file: choose another path or remove it"
-                )
+                raise UsageError(f"the run directory {self.path} {which} a file: choose another path")
             return
 
     def create(

@@ -377,8 +377,7 @@ class Ledger:
             if newest is None:
                 raise NoProvableEpochError(
                     f"no epoch in {self.storage.url} can be verified "
-                    f"({'; '.join(tried) or 'none is left'}): restore the files from a copy, or begin "
-                    "again with resume='never'"
+                    f"({'; '.join(tried) or 'none is left'}): restore the files from a copy"
                 )
             entry = entry_of(newest["entry"], "the log")
             result = self._verify_jointly(peers, entry)

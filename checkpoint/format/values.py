@@ -241,7 +241,7 @@ class _Encoder:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind == "torch.utils.data.dataloader.DataLoader":
             raise BlobError(
-                f"{path} is a DataLoader, which has no state to save: leave it out, or use an EpochLoader, "
+                f"{path} is a DataLoader, which has no state to save: use an EpochLoader, "
                 "which can be resumed within an epoch"
             )
         elements = f" of {value.dtype}" if hasattr(value, "dtype") else ""

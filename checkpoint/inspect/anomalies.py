@@ -145,7 +145,7 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
             return ResumePreview(None, text, StorageError.exit_code, tuple(passed))
     text = (
         "the next launch would end with an error: no epoch of the current branch can be verified; restore "
-        "files from a copy, or begin again with resume='never'"
+        "files from a copy"
     )
     return ResumePreview(None, text, NoProvableEpochError.exit_code, tuple(passed))
 

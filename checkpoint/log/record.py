@@ -431,10 +431,7 @@ def check_job(storage: Storage, job: JobFile, name: str | None) -> JobFile:
     if job.name == (name or directory_name(storage)) or (name is None and not job.named):
         return job
     mine = f"job {name!r}" if name else "a job without a name"
-    raise UsageError(
-        f"{storage.url} belongs to job {job.name!r}, not to {mine}: choose another directory, or name "
-        f"the job {job.name!r}"
-    )
+    raise UsageError(f"{storage.url} belongs to job {job.name!r}, not to {mine}: choose another directory")
 
 
 def open_job(storage: Storage, name: str | None) -> JobFile:

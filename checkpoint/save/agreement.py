@@ -236,8 +236,7 @@ def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names:
                 one, other = _distinguished(first[2], leaf), _distinguished(leaf, first[2])
                 raise SaveFailedError(
                     f"{leaf.name!r} is replicated, but it is {one} on {names[first[1]]} and {other} on "
-                    f"{names[node_class.nodes[0]]}: make it equal on all ranks, or register blob "
-                    f"{leaf.blob!r} with scope='rank'"
+                    f"{names[node_class.nodes[0]]}: make it equal on all ranks"
                 )
 
 

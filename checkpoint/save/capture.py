@@ -275,7 +275,7 @@ def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, SetMe
     if gone:
         raise SaveFailedError(
             f"{', '.join(map(repr, gone))} of the checkpoint set is gone from the workspace of {place}: "
-            "keep the name, or register it with scope='transient'"
+            "keep the name"
         )
     entries = workspace.entries()
     for check in [entry.check for entry in entries.values() if entry.check is not None]:

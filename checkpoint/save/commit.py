@@ -112,12 +112,12 @@ def check_room(
     if nbytes > free_bytes:
         raise _full(
             f"No space left for epoch {position} in {storage.url}: it needs {nbytes} bytes, {free_bytes} "
-            "are free; free some space, or keep fewer epochs (keep_last)"
+            "are free; free some space"
         )
     if files > free_files:
         raise _full(
             f"No space left for epoch {position} in {storage.url}: it needs {files} files, {free_files} "
-            "can be made (inodes); delete files there, or keep fewer epochs (keep_last)"
+            "can be made (inodes); delete files there"
         )
 
 

@@ -372,8 +372,7 @@ class _Interpolation:
         if part.variable is not None:
             text = self.environ.get(part.variable, part.default)
             if text is None:
-                why = f"set it, or write `${{env:{part.variable},default}}`"
-                return self.wrong(where, f"the environment has no {part.variable}: {why}", part.written)
+                return self.wrong(where, f"the environment has no {part.variable}: set it", part.written)
             if not text.isascii() and text.encode(errors="ignore").decode() != text:
                 why = f"{part.variable} of the environment is not valid UTF-8"
                 return self.wrong(where, why, part.written)

@@ -51,8 +51,7 @@ def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
         if name in options and bool(options[name]) is refused:
             raise UsageError(
                 f"data_parallel({name}={refused}) would regroup the buckets after the first step, and a "
-                f"resumed run would end with other bits; leave {name} out, or use "
-                "DistributedDataParallel itself"
+                f"resumed run would end with other bits; leave {name} out"
             )
     if not (distributed.is_available() and distributed.is_initialized()):
         return module

@@ -267,10 +267,7 @@ def _source(
     found = stored_phase(settings, phase.keys, stored)
     if found is None:
         there = ", ".join(name for name in stored if name != "rng") or "nothing"
-        raise UsageError(
-            f"{where} has no model for phase {phase.name!r}; it has {there}: set `init_prefix`, or name the "
-            "phase as in training"
-        )
+        raise UsageError(f"{where} has no model for phase {phase.name!r}; it has {there}: set `init_prefix`")
     return f"{found}.{MODEL}"
 
 
@@ -284,7 +281,7 @@ def _wanted(
         if source != target:
             raise UsageError(
                 f"runner.{runner.name}.init_optimizer: the weights come from {source}, but optimizer state "
-                f"needs the same names: name the phase as there, or remove the key"
+                f"needs the same names: name the phase as there"
             )
         objects[f"{phase.name}.{OPTIMIZER}"] = phase.optimizer
     rename = {
@@ -302,10 +299,7 @@ def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | N
     Raises UsageError if the run is missing, UnknownEpochError if listed epochs do not exist or none is left.
     """
     if not is_url(where) and not Path(where).exists():
-        raise UsageError(
-            f"runner.{runner.name}: {where} does not exist: train first (`mode` sets the order), or set "
-            "`init_model_path` to a run with epochs"
-        )
+        raise UsageError(f"runner.{runner.name}: {where} does not exist: train first (`mode` sets the order)")
     choice, (_, epoch) = runner.infer_epochs, weights_place(runner)
     if isinstance(epoch, int):
         choice = EpochChoice("numbers", (epoch,))

@@ -174,7 +174,7 @@ def check_launch(runner: RunnerSection, *, launched: bool, world_size: int) -> N
     if runner.kind == LOCAL_TRAIN and launched and world_size != runner.worker_num:
         raise UsageError(
             f"{own}.class is {LOCAL_TRAIN}, which starts {runner.worker_num} processes itself, but a "
-            f"launcher has started {world_size}: write `train`, or start without the launcher"
+            f"launcher has started {world_size}: write `train`"
         )
     if runner.device == "cpu" and runner.selected_gpus is not None:
         raise UsageError(

@@ -76,7 +76,7 @@ def save_epoch(context: StepContext, epoch: int) -> None:
     if last is not None and last >= min(epochs):
         raise UsageError(
             f"{context.run_dir} already has epoch {last}, so epoch {min(epochs)} cannot be saved: load that "
-            "epoch and count from there, or set another save_checkpoint_path"
+            "epoch and count from there"
         )
     if saver is None:
         saver = context[_SAVER] = JobRunner(context.job, context.run_dir, **context.job_options)

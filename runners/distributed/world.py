@@ -76,7 +76,7 @@ def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> t
     if env.local_rank >= count:
         raise UsageError(
             f"LOCAL_RANK={env.local_rank}, but this host has {count} visible GPUs: start one process per GPU "
-            "(torchrun --nproc-per-node=gpu), or set device='cuda:0' if each process sees only its own GPU"
+            "(torchrun --nproc-per-node=gpu)"
         )
     return torch.device("cuda", env.local_rank)
 

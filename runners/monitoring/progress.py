@@ -57,7 +57,7 @@ os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 class ProgressBar:
-    """Drawn by `show`, removed by `close`; a stdout that is no terminal is left alone."""
+    """Drawn by `show`, removed by `close`; a stdout that is not a terminal is left alone."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console

@@ -196,8 +196,7 @@ class Checkpointer:
         if not self._open:
             if self._engine.ledger.look(session.peers).commits:
                 raise NotAllowedNowError(
-                    f"{self._manager.db_prefix} has checkpoints: call resume() before the first save, "
-                    "or give another directory"
+                    f"{self._manager.db_prefix} has checkpoints: call resume() before the first save"
                 )
             self._take_log(session)
         self.wait()

@@ -128,7 +128,7 @@ def _of_this_launch(start: TrainRequest, runs: Sequence[RunInfo]) -> RunInfo | N
 def _of_same(start: TrainRequest, run: RunInfo) -> Chosen:
     if start.retrain:
         if run.standing.word == "running":
-            raise DirectoryInUseError(f"{run.id} is running: stop it first, or use --force for another run")
+            raise DirectoryInUseError(f"{run.id} is running: stop it first")
         return Chosen("again", run.id, "--retrain", run.created)
     if start.rewind:
         return Chosen("continue", run.id, "--epoch")

@@ -235,8 +235,7 @@ def make_workspace(path: Path) -> None:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 what = "a link" if stat.S_ISLNK(found.st_mode) else "not a directory of this user"
                 raise UsageError(
-                    f"the workspace {one} is {what}: remove it, or set {VARIABLE} to another directory of "
-                    "this host"
+                    f"the workspace {one} is {what}: set {VARIABLE} to another directory of this host"
                 )
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
@@ -267,8 +266,7 @@ def lock_workspace(path: Path) -> int:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise DirectoryInUseError(
-                        f"another process of this host works on the same run in {path}: wait for it or "
-                        "stop it"
+                        f"another process of this host works on the same run in {path}: wait for it"
                     ) from None
                 time.sleep(0.05)
             else:

@@ -228,7 +228,7 @@ def current_or_new_session(session: SessionBase | None = None) -> Iterator[Sessi
     elif (world := world_of_parent()) is not None and world.env.launched:
         raise NotAllowedNowError(
             f"this process was forked from rank {world.env.rank}, so it is not a rank: pass train() a "
-            "LocalSession, or start a process without that rank's RANK and WORLD_SIZE"
+            "LocalSession"
         )
     elif read_launch_env().launched:
         yield init()

@@ -175,7 +175,7 @@ class Cursor:
         self._streams_before = streams
         if workspace.parent is not None and workspace.own_names():
             names = ", ".join(workspace.own_names())
-            self._obstacle = f"{names} of earlier tasks would be lost: register it, or create it in init"
+            self._obstacle = f"{names} of earlier tasks would be lost: register it"
 
     def end(self, result: object) -> None:
         """Finish the task. Raises Interrupted if a loop did and the program caught it."""

@@ -241,7 +241,7 @@ class StepLoop:
         if kept and self.state.first_time(f"workers of {self.node}"):
             logger.warning(
                 "DataLoader(persistent_workers=True) restarts its workers on a resume, so batches come in "
-                "another order than without one; use EpochLoader, or remove that option"
+                "another order than without one; remove that option"
             )
         if self.polled and self.state.requests is not None:
             self.state.requests.steps = True

@@ -476,9 +476,7 @@ def _one_train() -> Iterator[None]:
     """Allow one training at a time in this process."""
     training = _training.setdefault(os.getpid(), threading.Lock())
     if not training.acquire(blocking=False):
-        raise NotAllowedNowError(
-            "another train() or Run is active in this process: end it first, or use a second process"
-        )
+        raise NotAllowedNowError("another train() or Run is active in this process: end it first")
     try:
         yield
     except TaskFailedError as error:

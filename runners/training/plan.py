@@ -92,9 +92,7 @@ def choose(wish: ResumeRequest, past: Past) -> Choice:
     if wish.epoch is not None:
         raise UsageError(f"resume='never' contradicts the request for epoch {wish.epoch}: remove one of them")
     if wish.resume == "must" and not past.commits:
-        raise NoProvableEpochError(
-            "resume='must', but nothing was ever committed here: check the directory, or use resume='auto'"
-        )
+        raise NoProvableEpochError("resume='must', but nothing was ever committed here: check the directory")
     if wish.automatic and wish.resume == "auto" and past.recorded is not None and not past.commits:
         raise NoProvableEpochError(
             f"the run records epoch {past.recorded} as saved, but its checkpoints have no epoch: if they "

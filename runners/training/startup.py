@@ -328,7 +328,7 @@ def _unchanged(blob: Blob) -> Callable[[], None]:
         if encode(blob.source, blob.name) != before:
             raise UsageError(
                 f"blob {blob.name!r} was changed, but several nodes run in this process and each has its own "
-                f"copy: change ctx[{blob.name!r}], or pass a factory, {blob.name}=lambda ctx: ..."
+                f"copy: change ctx[{blob.name!r}]"
             )
 
     return check

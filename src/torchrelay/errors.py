@@ -113,8 +113,7 @@ class NoProvableEpochError(RelayError):
     """Commits exist, but none of them can be verified; a fresh start would hide that.
 
     - Cause: Files of the checkpoints were damaged, deleted or not mounted.
-    - Message: no epoch in ... can be verified (...): restore the files from a copy, or begin again with
-      resume='never'
+    - Message: no epoch in ... can be verified (...): restore the files from a copy
     - Remedy: Restore the files from a copy; `torchrelay ckpt why RUN` says what is wrong with each epoch.
     """
 
@@ -145,7 +144,7 @@ class StorageError(RelayError, OSError):
     """Reading or writing failed; the message has the path and the reason of the system.
 
     - Cause: A full disk, missing permissions, or a network share or store that does not answer.
-    - Message: cannot write ...: ...; free space or make it writable
+    - Message: cannot write ...: ...; fix the storage
     - Remedy: Fix the storage, then run the same command again; it resumes from the newest epoch.
     """
 
@@ -192,8 +191,7 @@ class SaveFailedError(StorageError):
     """An epoch could not be saved; the epochs before it are untouched.
 
     - Cause: A full disk, replicas that differ between ranks, or an object that changed while it was copied.
-    - Message: ... is replicated, but it is ... on ... and ... on ...: make it equal on all ranks, or
-      register blob ... with scope='rank'
+    - Message: ... is replicated, but it is ... on ... and ... on ...: make it equal on all ranks
     - Remedy: Fix what the message names; the next save tries again.
     """
 

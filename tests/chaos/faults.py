@@ -221,7 +221,7 @@ def _cache() -> Path:
 def _compile(built: Path) -> None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler or not shutil.which(compiler):
-        raise UsageError("chaos compiles a small C library and finds no compiler: install gcc, or set CC")
+        raise UsageError("chaos compiles a small C library and finds no compiler: install gcc")
     temporary = built.with_name(f".tmp-{os.getpid()}-{built.name}")
     command = [compiler, "-std=gnu11", "-O2", "-fPIC", "-shared", "-o", str(temporary), str(SOURCE), "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECS, check=False)

@@ -128,7 +128,7 @@ def test_without_a_compiler_the_remedy_is_said(tmp_path: Path, monkeypatch: pyte
     """No compiler, or one that refuses, is a line with what to do; a library once built is used again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(UsageError, match="install gcc, or set CC"):
+    with pytest.raises(UsageError, match="install gcc"):
         library()
     monkeypatch.setenv("CC", "false")
     with pytest.raises(UsageError, match="cannot compile"):

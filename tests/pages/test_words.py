@@ -65,6 +65,15 @@ PACKAGES = (
     "src",
     "tests/chaos",
 )
+VERBS = (
+    "add|ask|begin|build|bring|call|change|check|choose|close|copy|create|declare|delete|drop|end|exclude|export|fix"
+    "|free|give|import|install|keep|launch|leave|let|list|load|log|look|lower|make|merge|mount|move|name|omit|open"
+    "|pass|point|put|raise|read|register|remove|rename|repeat|replace|restore|resume|return|run|save|see|send|set"
+    "|start|stop|take|train|try|turn|update|use|wait|wrap|write"
+)
+TWO_REMEDIES = re.compile(rf"[:;] ({VERBS})\b[^.\n]*?(, or|; or|;| or) ({VERBS})\b")
+INTENTIONS = ("raise --max-epochs to continue it, or train again with --force",)
+"""Two commands that a message may offer, because only the user knows the intention."""
 CODE = ("{%", "</", "esac\n", "SELECT ", "CREATE ", "INSERT ", "UPDATE ")
 """What only strings have that are programs or markup, not messages."""
 SENTENCE_ENDS = re.compile(
@@ -179,6 +188,37 @@ def long_changes() -> list[str]:
     """List the entries of the changelog that are too long."""
     entries = re.split(r"\n(?=- |#|\n)", (ROOT / "CHANGELOG.md").read_text())
     return [each for each in entries if len(each.split()) > MOST_WORDS_OF_A_CHANGE]
+
+
+def two_remedies(text: Text) -> Iterator[str]:
+    """Return file, line and message if the message names two remedies: imperatives joined by `or` or `;`."""
+    if (
+        not text.is_marked_up
+        and TWO_REMEDIES.search(text.text)
+        and not any(one in text.text for one in INTENTIONS)
+    ):
+        yield f"{text.path.relative_to(ROOT)}:{text.line}: {' '.join(text.text.split())}"
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_message_names_one_remedy(name: str) -> None:
+    """A message names the likeliest remedy alone: a user tries the first one anyway."""
+    assert not (found := [one for text in texts(name) for one in two_remedies(text)]), "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("message", "count"),
+    [
+        ("X is in use: stop the other job", 0),
+        ("X is in use: stop the other job, or choose another directory", 1),
+        ("X is full; free some space or remove old runs", 1),
+        ("X has no model: train first; set init_prefix to use another", 1),
+        ("X: set all of a, b or c", 0),
+    ],
+)
+def test_remedies_of_a_message(message: str, count: int) -> None:
+    """The rule finds the kind, and no list of values."""
+    assert len(list(two_remedies(Text(ROOT / "x.py", 1, message, is_marked_up=False)))) == count
 
 
 @pytest.mark.parametrize("name", [*PAGES, *PACKAGES])

@@ -129,7 +129,7 @@ def _package_run(chosen: argparse.Namespace, request: VerbRequest) -> int | None
     if note is None or not note.is_of_program or chosen.model is not None:
         return _package_here(selector, epoch or "last", request, chosen)
     if given:
-        raise UsageError(f"{given}: set by the run's program; add --model to replace it")
+        raise UsageError(f"the run's program sets {given}: add --model to replace it")
     from torchrelay.runners.programs.cli import perform_archived
 
     return perform_archived(ProgramRun(path, note), request, epoch)

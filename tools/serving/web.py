@@ -49,8 +49,7 @@ def access_at(host: str, port: int, token: str | None) -> Access:
     """Return the access rule of an address; raises UsageError for other machines without a token."""
     if token is None and not is_loopback(host.lower()):
         raise UsageError(
-            f"--host {host} lets other machines ask: give --token-file, or --token, with a token that they "
-            "must send, or leave --host out and come through an ssh tunnel"
+            f"--host {host} lets other machines ask: give --token-file with a token that they must send"
         )
     return Access(port, token)
 

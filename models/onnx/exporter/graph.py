@@ -231,8 +231,7 @@ def _why(causes: list[BaseException]) -> str:
     for text in texts:
         if found := _CONSTANT.search(text):
             return (
-                f"its size {found[1]!r} is fixed to {found[2]} by a number in forward: take it from a "
-                f"shape, or leave it fixed with dynamic="
+                f"its size {found[1]!r} is fixed to {found[2]} by a number in forward: take it from a shape"
             )
         if found := _CONVERTED.search(text):
             return f"the operator {found[1]} has no equivalent in ONNX: replace it in forward"
@@ -416,4 +415,4 @@ def _check_whole(model: nn.Module) -> None:
                 "ctx.full_state_dict(module), or use OnnxExport(build=...)"
             )
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
-            raise UsageError(f"{name} has no values yet (lazy or meta): call the model once, or load it")
+            raise UsageError(f"{name} has no values yet (lazy or meta): call the model once")

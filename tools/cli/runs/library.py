@@ -269,7 +269,7 @@ def index(chosen: argparse.Namespace, output: Output) -> int:
     """Store the events of each run; returns 5 if one could not be read, after storing the others."""
     given = chosen.database or os.environ.get(VARIABLE)
     if not given:
-        raise UsageError(f"no database given: use --database URL, or set {VARIABLE}")
+        raise UsageError("no database given: use --database URL")
     url = parse_url(given)
     places = [(text, locate(text)) for text in each_run(chosen.path)]
     from torchrelay.metadata.sql.database import Database
