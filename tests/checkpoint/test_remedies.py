@@ -417,6 +417,6 @@ def test_a_leaf_that_nodes_have_in_other_ways_is_told_apart(tmp_path: Path) -> N
         SaveFailedError,
         match=r"'made.tail.weight' is replicated, but it is float32\[4, 4\], the same tensor as "
         r"made.body.weight on trainer_0 .* and float32\[4, 4\], a tensor of its own on trainer_1 "
-        r".*scope='rank'",
+        r".*make it equal on all ranks",
     ):
         on_two_nodes(tmp_path / "run", factory)
