@@ -46,7 +46,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.cluster import check_blob_names
 from torchrelay.jobs.runtime import undisturbed
-from torchrelay.records import Json, dataclass
+from torchrelay.records import Json
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
 _ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000, values_bytes=90_000_000)
@@ -54,36 +54,17 @@ _WITHIN = 2
 """Nesting of a value in the file: the metadata and the object of all values."""
 
 
-@dataclass(frozen=True)
-class FileContent:
-    """Content of a blob file; `kept` keeps the memory of entries alive."""
-
-    entries: Entries
-    values: Mapping[str, Json]
-    values_text: bytes
-    aliases: Mapping[str, Key]
-    kept: PlainTensors | None = None
-
-    def part(self) -> ShardPart:
-        """The one file, valid as long as this object; raises BlobError if the content does not fit."""
-        parts = cut(_IDENTITY, self.entries, self.values, self.aliases, _ONE_FILE, self.values_text)
-        if len(parts) > 1:
-            raise BlobError(f"{len(self.entries)} tensors are too many for one file: save fewer in each")
-        return parts[0]
-
-
-def _content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> FileContent:
+def _content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> ShardPart:
     """The content of a file that has only tensors, each a blob by itself."""
     names = list(blobs)
-    entries = whole_entries(names, plain.forms, plain.memories, in_memory=True)
+    entries = whole_entries(names, plain.forms, plain.memories, kept=plain)
     firsts = {type(tensor): tensor for tensor in blobs.values()}
     roles = {kind: str(registered_role(tensor)) for kind, tensor in firsts.items()}
     rows = openings(names, names, map(roles.__getitem__, map(type, blobs.values())))
-    sealed = tensor_rows(rows, plain.forms)
-    return FileContent(entries, {}, _values_text({}, {}, rows, sealed), {}, kept=plain)
+    return _one_file(entries, rows, tensor_rows(rows, plain.forms), {}, {})
 
 
-def content_of(leaves: Sequence[Leaf]) -> FileContent:
+def content_of(leaves: Sequence[Leaf]) -> ShardPart:
     """The content of a file of these leaves; raises BlobError for what cannot be stored."""
     stored = {
         leaf.name: leaf.content
@@ -92,7 +73,6 @@ def content_of(leaves: Sequence[Leaf]) -> FileContent:
     }
     forms = [form_of(_type(name, tensor), tensor.shape) for name, tensor in stored.items()]
     values = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
-    texts = {name: canonical_json.dumps(value, within=_WITHIN) for name, value in values.items()}
     rows = openings(
         [leaf.name for leaf in leaves], [leaf.blob for leaf in leaves], [leaf.role._value_ for leaf in leaves]
     )
@@ -103,7 +83,7 @@ def content_of(leaves: Sequence[Leaf]) -> FileContent:
     ]
     aliases = {leaf.name: Whole(leaf.alias_of) for leaf in leaves if leaf.alias_of is not None}
     entries = whole_entries(list(stored), forms, list(stored.values()))
-    return FileContent(entries, values, _values_text(texts, values, rows, sealed), aliases)
+    return _one_file(entries, rows, sealed, values, aliases)
 
 
 def _type(name: str, tensor: torch.Tensor) -> str:
@@ -115,18 +95,25 @@ def _type(name: str, tensor: torch.Tensor) -> str:
     return logical_dtype(tensor.dtype, name).name
 
 
-def _values_text(
-    texts: Mapping[str, bytes], values: Mapping[str, Json], rows: Sequence[str], sealed: Sequence[str]
-) -> bytes:
-    """The canonical JSON of all values and the list of leaves, joined from texts, which is much faster."""
+def _one_file(
+    entries: Entries,
+    rows: Sequence[str],
+    sealed: Sequence[str],
+    values: Mapping[str, Json],
+    aliases: Mapping[str, Key],
+) -> ShardPart:
+    """The one part of a file; the list of leaves is joined from texts, which is much faster than dumps."""
+    texts = {name: canonical_json.dumps(value, within=_WITHIN) for name, value in values.items()}
     sha256 = seal((sealed[some] for some in slices(len(sealed))), values)
-    own = f'{{"leaves":[{"],".join(rows)}]],"sha256":"{sha256}"}}'.encode()
-    return canonical_json.object_of({**texts, LEAVES: own})
+    texts[LEAVES] = f'{{"leaves":[{"],".join(rows)}]],"sha256":"{sha256}"}}'.encode()
+    parts = cut(_IDENTITY, entries, values, aliases, _ONE_FILE, canonical_json.object_of(texts))
+    if len(parts) > 1:
+        raise BlobError(f"{len(entries)} tensors are too many for one file: save fewer in each")
+    return parts[0]
 
 
-def write_blob_file(where: Where, content: FileContent, *, overwrite: bool) -> None:
+def write_blob_file(where: Where, part: ShardPart, *, overwrite: bool) -> None:
     """Write a file; raises UsageError if the name exists, BlobError for what cannot be stored."""
-    part = content.part()
     publish(
         as_written(where, "a file of save_blobs"),
         lambda at: write_part(LocalStorage(at.parent), at.name, part),
@@ -199,7 +186,7 @@ def estimate_bytes(
     Example:
         estimate_bytes({"model": model}, dtype=torch.bfloat16)
     """
-    frame = HeaderFrame(_content(blobs, rename, dtype, selection_of(include, exclude), meta=True).part())
+    frame = HeaderFrame(_content(blobs, rename, dtype, selection_of(include, exclude), meta=True))
     return frame.nbytes + frame.data_bytes
 
 
@@ -210,7 +197,7 @@ def _content(
     selection: Selection,
     *,
     meta: bool = False,
-) -> FileContent:
+) -> ShardPart:
     if not isinstance(blobs, Mapping) or not blobs:
         what = "none" if blobs == {} else type(blobs).__name__
         raise UsageError(f'invalid blobs {what}: expected them by name, save_blobs(url, {{"model": model}})')

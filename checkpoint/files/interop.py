@@ -196,7 +196,6 @@ def export_checkpoint(
     """Write an epoch, or some blobs of it, in another format.
 
     Every byte is verified; memory stays bounded. The result appears complete and durable or not at all.
-    Raises UsageError, and BlobError for a tensor that the format cannot hold.
 
     Args:
         where: as for `open_checkpoint`.
@@ -213,6 +212,10 @@ def export_checkpoint(
 
     Returns:
         Path, numbers and bytes of what was written, and the names left out.
+
+    Raises:
+        UsageError: an argument is invalid, or the target exists.
+        BlobError: the format cannot hold a tensor.
 
     Example:
         export_checkpoint("runs/hello", "model.safetensors", blobs="model", prefix="model.")
@@ -360,7 +363,7 @@ def import_checkpoint(
 
     The epoch is for `open_checkpoint`; no run resumes from it. Files of `torch.save` are read by torch's
     restricted unpickler. Memory stays bounded, because sources are mapped. The result appears complete or not
-    at all. Raises UsageError, BlobError, and FormatError, DamagedError or StorageError for the source.
+    at all.
 
     Args:
         source: path or URL of the checkpoint.
@@ -371,6 +374,11 @@ def import_checkpoint(
 
     Returns:
         Path, numbers and bytes of what was imported.
+
+    Raises:
+        UsageError: an argument is invalid, or the target exists.
+        BlobError: an object cannot be stored.
+        DamagedError, FormatError, StorageError: the source is damaged, of another format, or unreadable.
 
     Example:
         import_checkpoint("model.safetensors", "imported", format="safetensors")

@@ -49,9 +49,7 @@ def load_blobs_into(
     """Load blobs from a run directory, a `db_prefix` (there of `epoch`), or a file of `save_blobs`.
 
     `names` are those in the workspace, or patterns for stored blobs, by their new names. Objects are loaded
-    in place; all other values are replaced or created. All bytes are read and verified before anything
-    changes. Raises KeyError for an object that the workspace lacks, and the errors of
-    `open_checkpoint(...).load`.
+    in place; all other values are replaced or created. Raises KeyError for an object that is missing here.
     """
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint  # not for files of blobs
 

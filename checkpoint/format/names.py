@@ -30,7 +30,7 @@ from torchrelay.records import Json, dataclass
 
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
 GROUP = re.compile(r"[a-z][a-z_]*", re.ASCII)
-ATTEMPT_NAME = re.compile(r"e[0-9]{8}(?:s[0-9]{6,9})?-[0-9a-f]{6,32}", re.ASCII)
+ATTEMPT_NAME = re.compile(r"e([0-9]{8})(?:s([0-9]{6,9}))?-[0-9a-f]{6,32}", re.ASCII)
 _MARK = re.compile(r"[^\s-]\S{0,62}")
 SHARD_SUFFIX = ".safetensors"
 
@@ -271,7 +271,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 DATA = "data"
 MANIFEST = "manifest.json"
 STATS = "stats.json"
-_STAMP = re.compile(r"e([0-9]{8})(?:s([0-9]{6,9}))?-.*", re.ASCII)
 
 
 def attempt_directory(attempt_name: str) -> str:
@@ -291,7 +290,7 @@ def stats_path(attempt_name: str) -> str:
 
 def position_of(attempt_name: str) -> Position:
     """The position of an attempt."""
-    match = _STAMP.fullmatch(check_attempt(attempt_name))
+    match = ATTEMPT_NAME.fullmatch(check_attempt(attempt_name))
     epoch, step = match.groups() if match else ("0", None)
     return Position(int(epoch), int(step or 0))
 

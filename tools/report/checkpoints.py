@@ -17,13 +17,13 @@ from torchrelay.checkpoint.inspect.anomalies import ResumePreview, explain, star
 from torchrelay.checkpoint.inspect.contents import (
     CAN_BE_BAD,
     CHUNK_BYTES,
+    Comparison,
     Epoch,
     NodeLeaf,
     PartReader,
     open_epoch,
     parts,
 )
-from torchrelay.checkpoint.inspect.diff import Comparison
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record
 from torchrelay.checkpoint.log.state import History, read_history

@@ -85,15 +85,15 @@ def form_said(dtype: str, shape: tuple[int, ...]) -> EntryForm:
 class Entries:
     """Entries of a file, column by column: header keys, forms, and data.
 
-    `pieces` has, by key, the metadata of those that the header alone does not describe. `in_memory`: all data
-    are plain memory of exactly the right size.
+    `pieces` has, by key, the metadata of those that the header alone does not describe. `kept`, if
+    any, keeps all data alive, which are then plain memory of exactly the right size.
     """
 
     keys: Sequence[str]
     forms: Sequence[EntryForm]
     data: Sequence[Data]
     pieces: Mapping[str, Json]
-    in_memory: bool = False
+    kept: object = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -114,7 +114,7 @@ class Entries:
         keys = picked(self.keys, numbers)
         pieces = {key: self.pieces[key] for key in keys if key in self.pieces} if self.pieces else {}
         data = picked(self.data, numbers)
-        return Entries(keys, picked(self.forms, numbers), data, pieces, self.in_memory)
+        return Entries(keys, picked(self.forms, numbers), data, pieces, self.kept)
 
     def ordered(self) -> Entries:
         """In stored order: item size descending, so that every tensor is aligned, then key."""
@@ -142,12 +142,12 @@ def described(keys: Sequence[Key], types: Iterable[str], shapes: Sequence[tuple[
 
 
 def whole_entries(
-    names: Sequence[str], forms: Sequence[EntryForm], data: Sequence[Data], *, in_memory: bool = False
+    names: Sequence[str], forms: Sequence[EntryForm], data: Sequence[Data], *, kept: object = None
 ) -> Entries:
     """The columns of leaves that are stored whole; raises BlobError for a name that cannot be a key."""
     keys = names if all_plain(names) else list(map(encode_name, names))
     raw = compress(zip(keys, forms, strict=True), [form.raw for form in forms])
-    return Entries(keys, forms, data, {key: _piece(form, form.shape) for key, form in raw}, in_memory)
+    return Entries(keys, forms, data, {key: _piece(form, form.shape) for key, form in raw}, kept)
 
 
 def _piece(form: EntryForm, shape: tuple[int, ...]) -> dict[str, Json]:

@@ -155,8 +155,8 @@ def _copy(entries: Entries, numbers: range) -> bytes:
     for at in range(numbers.start, numbers.stop, AT_ONCE):
         some = range(at, min(at + AT_ONCE, numbers.stop))
         data = entries.data[some.start : some.stop]
-        memories: Sequence[Memory] = data if entries.in_memory else ()
-        if not entries.in_memory and all_dense(data) and all_in_order(data):
+        memories: Sequence[Memory] = data if entries.kept is not None else ()
+        if entries.kept is None and all_dense(data) and all_in_order(data):
             memories = memories_of(data)
         if not memories or list(map(len, memories)) != entries.sizes[some.start : some.stop]:
             memories = [_bytes_of(entries, number) for number in some]
@@ -193,7 +193,7 @@ def blocks(segment: Segment) -> Iterator[Slice]:
 
 def _bytes_of(entries: Entries, number: int) -> memoryview:
     data, key, form = entries.data[number], entries.keys[number], entries.forms[number]
-    if entries.in_memory or isinstance(data, memoryview):
+    if entries.kept is not None or isinstance(data, memoryview):
         view = memoryview(data).cast("B")
     else:
         view = dtypes.stored_bytes(data, key)

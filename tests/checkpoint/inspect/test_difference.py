@@ -23,8 +23,7 @@ from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.position import Position
-from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
-from torchrelay.checkpoint.inspect.diff import DiffOptions, LeafChange, leaf_changes
+from torchrelay.checkpoint.inspect.contents import DiffOptions, Epoch, LeafChange, leaf_changes, open_epoch
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory

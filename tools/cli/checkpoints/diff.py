@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.value_decoding import decode
-from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
-from torchrelay.checkpoint.inspect.diff import DiffOptions, Kind, LeafChange, leaf_changes
+from torchrelay.checkpoint.inspect.contents import (
+    DiffOptions,
+    Epoch,
+    Kind,
+    LeafChange,
+    leaf_changes,
+    open_epoch,
+)
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import RelayError, install_command
 from torchrelay.jobs.cluster import GRADIENTS
