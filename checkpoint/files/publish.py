@@ -26,7 +26,6 @@ from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at, shown
 from torchrelay.errors import DamagedError, FormatError, RelayError, StorageError, UsageError
 from torchrelay.jobs.runtime import check_target, local_directory
 from torchrelay.metadata.fs import sync_directory
-from torchrelay.records import dataclass
 
 Where = str | os.PathLike[str]
 _PIECE_BYTES = 32 << 20
@@ -38,43 +37,25 @@ _NAME = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Maker:
-    """The process behind a temporary name: process namespace (empty if unknown), pid, start time."""
-
-    place: str
-    pid: int
-    start: str
-
-    @classmethod
-    def here(cls) -> Maker:
-        """The current process."""
-        me = WriterIdentity.here("")
-        known = bool(me.boot_id and me.pid_namespace and me.pid_start)
-        return cls(_digest(f"{me.boot_id} {me.pid_namespace}") if known else "0", me.pid, me.pid_start or "0")
-
-    def seen_from(self, other: Maker) -> bool:
-        """Whether `other` can see if this process lives."""
-        return self.place == other.place != "0"
-
-    def is_gone(self) -> bool:
-        """Whether the process has ended; call only where it can be seen."""
-        now = process_start(self.pid)
-        return now is None or now not in ("", self.start)
+def _this_process() -> tuple[str, int, str]:
+    """Process namespace ("0" if unknown), pid and start time, as in temporary names."""
+    me = WriterIdentity.here("")
+    known = bool(me.boot_id and me.pid_namespace and me.pid_start)
+    return _digest(f"{me.boot_id} {me.pid_namespace}") if known else "0", me.pid, me.pid_start or "0"
 
 
 def temporary_beside(path: Path) -> Path:
     """A hidden temporary name for the future `path`; deletes leftovers of dead writers."""
     sweep(path)
-    me = Maker.here()
+    place, pid, start = _this_process()
     return path.with_name(
-        f"{PRIVATE}{_digest(path.name)}-{me.place}-{me.pid}-{me.start}-{secrets.token_hex(6)}{path.suffix}"
+        f"{PRIVATE}{_digest(path.name)}-{place}-{pid}-{start}-{secrets.token_hex(6)}{path.suffix}"
     )
 
 
 def sweep(path: Path) -> None:
     """Delete leftovers of dead writers of `path`; errors are ignored."""
-    me, mine = Maker.here(), _digest(path.name)
+    here, mine = _this_process()[0], _digest(path.name)
     names: list[str] = []
     with suppress(OSError):
         names = os.listdir(path.parent)
@@ -82,8 +63,9 @@ def sweep(path: Path) -> None:
         found = _NAME.fullmatch(name)
         if found is None or found[1] != mine:
             continue
-        maker, left = Maker(found[2], int(found[3]), found[4]), path.with_name(name)
-        if maker.is_gone() if maker.seen_from(me) else _is_old(left):
+        left, now = path.with_name(name), process_start(int(found[3]))
+        seen = found[2] == here != "0"
+        if (now is None or now not in ("", found[4])) if seen else _is_old(left):
             _delete(left)
 
 

@@ -13,7 +13,7 @@ import torch
 
 import torchrelay
 from torchrelay.checkpoint.files import publish
-from torchrelay.checkpoint.files.publish import Maker, sweep, temporary_beside
+from torchrelay.checkpoint.files.publish import sweep, temporary_beside
 
 _WRITES = """
 import sys, torch, torchrelay
@@ -97,11 +97,12 @@ def test_of_processes_that_cannot_be_seen_only_what_is_old_goes(tmp_path: Path) 
     assert all(one.exists() for one in others)
 
 
-def test_a_pid_that_another_process_has_by_now_is_seen() -> None:
+def test_a_pid_that_another_process_has_by_now_is_seen(tmp_path: Path) -> None:
     """A process is its pid and when it started."""
-    me = Maker.here()
-    assert not me.is_gone() and me.seen_from(me)
-    assert Maker(me.place, me.pid, "1").is_gone()
-    assert not Maker("0", me.pid, me.start).seen_from(Maker("0", me.pid, me.start)), (
-        "no place is no same place"
-    )
+    mine = temporary_beside(tmp_path / "model.zip")
+    *begin, _, nonce = mine.name.split("-")
+    another = mine.with_name("-".join([*begin, "1", nonce]))
+    for one in (mine, another):
+        one.touch()
+    sweep(tmp_path / "model.zip")
+    assert mine.exists() and not another.exists()

@@ -81,11 +81,27 @@ class HeaderFrame:
     """
 
     def __init__(self, part: ShardPart) -> None:
-        metadata = _quoted(_metadata(part).decode())
+        identity, entries, values = part.identity, part.entries, part.values_text
+        said = {
+            "format": canonical_json.stamp(),
+            "job": identity.job,
+            "position": [identity.position.epoch, identity.position.step],
+            "node": identity.node,
+            "group": identity.group,
+            "try": identity.attempt_name,
+            "part": part.number,
+            "digest": dtypes.NAME,
+            "block": dtypes.BLOCK,
+            "digests": "",
+            "pieces": {**entries.pieces, **{name: {"alias_of": key} for name, key in part.aliases.items()}},
+        }
+        text = canonical_json.dumps(said)[:-1].decode()
+        if values is None:
+            values = canonical_json.dumps(dict(part.values), within=1)
+        metadata = _quoted(f'{text},"values":{values.decode()}}}')  # with the values last
         # Only `block` and `digest` sort before `digests`: the first match is the right one.
         head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
         self._head = f'{{"__metadata__":{{"{METADATA_KEY}": {head}{place}'.encode()
-        entries = part.entries
         ends = list(accumulate(entries.sizes, initial=0))
         described = [
             f"{word}:{form.text}{start},{end}]}}"
@@ -95,7 +111,7 @@ class HeaderFrame:
         ]
         self._tail = (",".join([f"{tail}}}", *described]) + "}").encode()
         self.data_bytes = part.data_bytes
-        self.digest_bytes = dtypes.SIZE * sum([form.blocks for form in part.entries.forms])
+        self.digest_bytes = dtypes.SIZE * sum([form.blocks for form in entries.forms])
         length = 8 + len(self._head) + 4 * -(-self.digest_bytes // 3) + len(self._tail)
         self.nbytes = length + -length % ALIGNMENT
 
@@ -103,28 +119,6 @@ class HeaderFrame:
         """All bytes before the data."""
         text = self._head + base64.b64encode(digests) + self._tail
         return (self.nbytes - 8).to_bytes(8, "little") + text.ljust(self.nbytes - 8)
-
-
-def _metadata(part: ShardPart) -> bytes:
-    """As canonical JSON, with the values last and without digests."""
-    identity, values = part.identity, part.values_text
-    said = {
-        "format": canonical_json.stamp(),
-        "job": identity.job,
-        "position": [identity.position.epoch, identity.position.step],
-        "node": identity.node,
-        "group": identity.group,
-        "try": identity.attempt_name,
-        "part": part.number,
-        "digest": dtypes.NAME,
-        "block": dtypes.BLOCK,
-        "digests": "",
-        "pieces": {**part.entries.pieces, **{name: {"alias_of": key} for name, key in part.aliases.items()}},
-    }
-    text = canonical_json.dumps(said)[:-1]
-    if values is None:
-        values = canonical_json.dumps(dict(part.values), within=1)
-    return b'%b,"values":%b}' % (text, values)
 
 
 def entry_cost(key: str, form: EntryForm, piece: Json) -> int:
