@@ -102,16 +102,12 @@ class _Into(_EmptyStateDictLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = {name: self._tensors.get(name, one) for name, one in self.state_dict.items()}
-        _replace(self.original_state_dict, metadata.planner_data or {}, self._tensors)
-
-
-def _replace(tree: Any, paths: Mapping[str, tuple[Any, ...]], tensors: Mapping[str, Any]) -> None:
-    for name, tensor in tensors.items():
-        *way, last = paths.get(name, (name,))
-        node = tree
-        for step in way:
-            node = node[step]
-        node[last] = tensor
+        for name, tensor in self._tensors.items():
+            *way, last = (metadata.planner_data or {}).get(name, (name,))
+            node = self.original_state_dict
+            for step in way:
+                node = node[step]
+            node[last] = tensor
 
 
 def _alone(work: Callable[[], T]) -> T:

@@ -32,7 +32,6 @@ from torchrelay.checkpoint.files.tensor_files import (
     write_safetensors,
     write_torch_file,
 )
-from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import all_dense, by_name, memory_of
 from torchrelay.checkpoint.format.manifest import codec
@@ -41,6 +40,7 @@ from torchrelay.checkpoint.format.names import attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
+from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.lookup import (
     Nodes,
@@ -56,7 +56,7 @@ from torchrelay.checkpoint.load.lookup import (
 from torchrelay.checkpoint.load.tensors import Cast, cast_of, check_types_used, checked_cast
 from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan
+from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.flatten import leaves_of
@@ -288,7 +288,17 @@ def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:
     for name, kept in incoming.ties.items():
         one = by_name[full(kept)]
         found.append(Leaf(full(name), one.blob, one.role, one.group, one.content, one.alias_of or one.name))
-    return _checked(_tied(found), owners)
+    if not found:
+        raise UsageError("nothing to import")
+    check_blob_names(owners)
+    seen: set[str] = set()
+    for leaf in found:
+        if not all(leaf.name.split(".")) and leaf.name != leaf.blob:
+            raise UsageError(f"a tensor or value of {leaf.blob!r} would be called {leaf.name!r}: rename it")
+        if leaf.name in seen:
+            raise UsageError(f"two tensors or values would be called {leaf.name!r}: choose another blob name")
+        seen.add(leaf.name)
+    return _tied(found)
 
 
 def is_state_dict(value: Any) -> bool:
@@ -308,7 +318,7 @@ def _entry(name: str, blob: str, value: Any) -> Iterator[Leaf]:
     elif name == blob:
         yield from leaves_of({name: value})
     else:
-        yield Leaf(name, blob, Role.VALUE, MAIN_GROUP, Value(values.encode(value, name)))
+        yield Leaf(name, blob, Role.VALUE, MAIN_GROUP, Value(encode(value, name)))
 
 
 def _tied(leaves: list[Leaf]) -> list[Leaf]:
@@ -322,20 +332,6 @@ def _tied(leaves: list[Leaf]) -> list[Leaf]:
             kept = first.setdefault(place, leaf.name)
         found.append(leaf if kept in (leaf.name, leaf.alias_of) else replace(leaf, alias_of=kept))
     return found
-
-
-def _checked(leaves: list[Leaf], owners: Mapping[str, None]) -> list[Leaf]:
-    if not leaves:
-        raise UsageError("nothing to import")
-    check_blob_names(owners)
-    seen: set[str] = set()
-    for leaf in leaves:
-        if not all(leaf.name.split(".")) and leaf.name != leaf.blob:
-            raise UsageError(f"a tensor or value of {leaf.blob!r} would be called {leaf.name!r}: rename it")
-        if leaf.name in seen:
-            raise UsageError(f"two tensors or values would be called {leaf.name!r}: choose another blob name")
-        seen.add(leaf.name)
-    return leaves
 
 
 IMPORT_FORMATS = ("torch", "dcp", "safetensors", "hf")
@@ -417,42 +413,31 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
     """Write one committed epoch of one node, as a save does."""
     storage = LocalStorage(root)
     log = LogWriter.take(storage, None)
+    contents = {leaf.name: leaf.content for leaf in leaves}
+    values = {name: one.json for name, one in contents.items() if isinstance(one, Value)}
     try:
         plan = plan_classes([NodeClass((0,), tuple(spec_of(leaf) for leaf in leaves))])
         position, view = Position(0), log.view
         lease = LeaseInfo(str(view.job_name), str(view.job_uuid), view.state.current, log.generation)
         attempt_name = position.directory(secrets.token_hex(6))
-        storage.mkdir(attempt_directory(attempt_name))
+        directory = attempt_directory(attempt_name)
+        storage.mkdir(directory)
         place = NodePlace("imported", 0, 1, socket.gethostname(), 0)
-        node = ShardIdentity(lease.job, position, place.name, "", attempt_name)
-        shards = _shards(storage, plan, node, {leaf.name: leaf for leaf in leaves})
-        inline = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
-        manifest = compose(plan, lease, position, attempt_name, world_of([place]), shards, inline, Facts())
-        data, directory = codec.encode(manifest), attempt_directory(attempt_name)
+        shards = []
+        for group, assignments in plan.files(0).items():
+            names = [one.leaf.name for one in assignments]
+            entries = plan.tensors(0, group).of([contents[name] for name in names if name not in values])
+            identity = ShardIdentity(lease.job, position, place.name, group, attempt_name)
+            own = {name: values[name] for name in names if name in values}
+            for part, report in enumerate(write_shard(storage, directory, identity, entries, values=own), 1):
+                sizes = (report.bytes, report.header_bytes, report.header_sha256)
+                shards.append(ShardRow(0, group, part, *sizes))
+            storage.sync_dir(directory)
+        manifest = compose(plan, lease, position, attempt_name, world_of([place]), shards, values, Facts())
+        data = codec.encode(manifest)
         storage.link_exclusive(manifest_path(attempt_name), data)
         storage.sync_dir(directory)
         of = (manifest.branch, position, attempt_name, len(data), sha256(data))
         log.commit(CommittedPosition(*of, groups=manifest.groups, resumable=False))
     finally:
         log.release()
-
-
-def _shards(
-    storage: LocalStorage, plan: SavePlan, node: ShardIdentity, leaves: Mapping[str, Leaf]
-) -> list[ShardRow]:
-    rows = []
-    for group, assignments in plan.files(0).items():
-        tensors: list[Any] = []
-        values: dict[str, Any] = {}
-        for one in assignments:
-            content = leaves[one.leaf.name].content
-            if isinstance(content, Value):
-                values[one.leaf.name] = content.json
-            else:
-                tensors.append(content)
-        entries = plan.tensors(0, group).of(tensors)
-        name, directory = replace(node, group=group), attempt_directory(node.attempt_name)
-        for part, report in enumerate(write_shard(storage, directory, name, entries, values=values), 1):
-            rows.append(ShardRow(0, group, part, report.bytes, report.header_bytes, report.header_sha256))
-        storage.sync_dir(directory)
-    return rows

@@ -70,10 +70,6 @@ class Inventory:
     history: History
     lost: tuple[LostBase, ...] = field(default=(), repr=False)
 
-    def paths(self, kind: str) -> frozenset[str]:
-        """Paths of findings of a kind."""
-        return frozenset(one.path for one in self.findings if one.kind == kind)
-
 
 def take_inventory(storage: Storage) -> Inventory:
     """Find all problems.
@@ -220,9 +216,6 @@ def _size(storage: Storage, files: Sequence[str]) -> str:
     return f"{len(files)} files, {sum(storage.stat(path) or 0 for path in files)} bytes"
 
 
-_OWN_FILES = ("temporary", "unused base")
-
-
 @dataclass(frozen=True)
 class Repaired:
     """Findings before and after a repair."""
@@ -267,8 +260,10 @@ def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs
         delete_retired(writer)
         if delete:
             delete_orphans(writer)
-            now = take_inventory(storage)  # files from before our takeover that no record refers to since
-            gone = [path for kind in _OWN_FILES for path in sorted(found.paths(kind) & now.paths(kind))]
+            # Files from before our takeover that no record refers to since.
+            now = {(one.kind, one.path) for one in take_inventory(storage).findings}
+            own = [one for one in found.findings if one.kind in ("temporary", "unused base")]
+            gone = [one.path for one in own if (one.kind, one.path) in now]
             for path in gone:
                 storage.delete(path)
             if gone:
