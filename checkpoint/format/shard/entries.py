@@ -262,6 +262,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
         self._odd = odd if look else ()
         self._look = look
         self._numbers = numbers
+        self._asked: tuple[list[str], list[int]] = [], []
 
     def __getitem__(self, key: str) -> StoredEntry:
         found = self._known.get(key)
@@ -307,9 +308,14 @@ class StoredEntries(Mapping[str, StoredEntry]):
 
     def numbers(self, keys: Sequence[str]) -> Sequence[int]:
         """The numbers of entries in the columns of the file; raises KeyError."""
+        keys = list(keys)
         if self._are_all(keys):
             return range(len(keys))
-        return list(map(self._numbers.__getitem__, keys))
+        asked, found = self._asked  # read once: another thread may replace it meanwhile
+        if keys != asked:  # one load needs the same several times
+            found = list(map(self._numbers.__getitem__, keys))
+            self._asked = keys, found
+        return found
 
     def key_at(self, number: int) -> str:
         """The key of one entry."""

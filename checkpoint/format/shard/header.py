@@ -103,11 +103,10 @@ class HeaderFrame:
         head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
         self._head = f'{{"__metadata__":{{"{METADATA_KEY}": {head}{place}'.encode()
         ends = list(accumulate(entries.sizes, initial=0))
+        words = canonical_json.words(entries.keys)
         described = [
             f"{word}:{form.text}{start},{end}]}}"
-            for word, form, (start, end) in zip(
-                canonical_json.words(entries.keys), entries.forms, pairwise(ends), strict=True
-            )
+            for word, form, start, end in zip(words, entries.forms, ends, ends[1:], strict=False)
         ]
         self._tail = (",".join([f"{tail}}}", *described]) + "}").encode()
         self.data_bytes = part.data_bytes

@@ -240,10 +240,11 @@ class EntryBatch:
         """Fill all memories; raises DamagedError naming file, key and block."""
         stored = self.stored
         gaps = [stored.starts[behind] - stored.stops[before] for before, behind in pairwise(self.numbers)]
-        memories = list(self.memories[:1])
-        unwanted = memoryview(bytearray(max(gaps, default=0)))
-        for gap, memory in zip(gaps, self.memories[1:], strict=True):
-            memories += [unwanted[:gap], memory] if gap else [memory]
+        memories = self.memories
+        if any(gaps):
+            unwanted = memoryview(bytearray(max(gaps)))
+            pairs = zip([0, *gaps], self.memories, strict=True)
+            memories = [one for gap, memory in pairs for one in ([unwanted[:gap]] * (gap > 0) + [memory])]
         self._counted(lambda: scattered(self.start, memories))
         if verify:
             self._verify(digests_of(self.memories))
