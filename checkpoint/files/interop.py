@@ -225,8 +225,7 @@ def export_checkpoint(
     if type(shard_bytes) is not int or shard_bytes < 1:
         raise UsageError(f"invalid shard_bytes={shard_bytes!r}: expected a whole number from 1")
     directory = to in ("hf", "dcp")
-    place = expanded(path, "the target")
-    check_free(place, overwrite=overwrite, directory=directory)
+    check_free(place := expanded(path, "the target"), overwrite=overwrite, directory=directory)
     content = content_of(checkpoint := open_checkpoint(where, epoch), blobs, prefix, dtype, nodes)
     if not content.tensors and to in ("safetensors", "hf"):
         raise UsageError(f"no tensor to export, and {to} holds only tensors")
@@ -236,13 +235,11 @@ def export_checkpoint(
         "torch": lambda at: write_torch_file(at, _mapped(content, at)),
         "dcp": lambda at: _dcp().write_dcp(at, _mapped(content, at)),
     }
-    nbytes = sum(tensor.nbytes for tensor in content.tensors.values())
-    with progress(f"exporting epoch {checkpoint.manifest.position}", nbytes):
+    with progress(f"exporting epoch {checkpoint.manifest.position}", content.nbytes):
         target = publish(place, writers[to], overwrite=overwrite, directory=directory)
-    kept = content.values if to in ("torch", "dcp") else {}
-    left = (*content.left_out, *(name for name in content.values if name not in kept))
-    tensors = len(content.tensors) + len(content.ties)
-    return Exported(target, tensors, len(kept), nbytes, left, content.nodes)
+    values, dropped = (content.values, ()) if to in ("torch", "dcp") else ((), content.values)
+    counts = len(content.tensors) + len(content.ties), len(values), content.nbytes
+    return Exported(target, *counts, (*content.left_out, *dropped), content.nodes)
 
 
 def _dcp() -> Any:

@@ -194,6 +194,11 @@ class ExportContent:
     left_out: tuple[str, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True)
 class Incoming:
@@ -288,8 +293,7 @@ def write_huggingface(directory: Path, content: ExportContent, shard_bytes: int)
         ties = {name: kept for name, kept in content.ties.items() if kept in shard}
         write_safetensors(directory / file, {name: content.tensors[name] for name in shard}, ties)
         names.update(dict.fromkeys(shard, file))
-    total = sum(tensor.nbytes for tensor in content.tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": names}
+    index = {"metadata": {"total_size": content.nbytes}, "weight_map": names}
     (directory / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
