@@ -98,12 +98,8 @@ class ConfigError(UsageError):
 
     def __init__(self, problems: Sequence[ConfigProblem], outcome: str = "nothing was started") -> None:
         self._outcome = outcome
-        self.problems = tuple(
-            sorted(
-                problems,
-                key=lambda one: (one.origin.source.name == COMMAND_LINE, one.origin.place, one.message),
-            )
-        )
+        by_place = sorted(problems, key=lambda one: (one.origin.place, one.message))
+        self.problems = tuple(sorted(by_place, key=lambda one: one.origin.source.name == COMMAND_LINE))
         super().__init__("\n".join(self.report()))
 
     def report(self) -> list[str]:

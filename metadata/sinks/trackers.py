@@ -27,7 +27,6 @@ from torchrelay.metadata.sinks.text import OF_STEPS, CsvSink, JsonlSink, MetricS
 if TYPE_CHECKING:
     import wandb
     from mlflow.entities import Run
-    from mlflow.tracking import MlflowClient
     from torch.utils.tensorboard import SummaryWriter
 
 
@@ -43,7 +42,7 @@ class MlflowSink:
 
     def __init__(self, uri: str | None = None, experiment: str | None = None) -> None:
         self.uri, self.experiment = uri, experiment
-        self._client: MlflowClient | None = None
+        self._client: Any = None
         self._run_id = ""
         self._tags: dict[str, str] = {}
 
@@ -80,7 +79,7 @@ class MlflowSink:
 
     def rewind(self, epoch: int, step: int) -> None:
         """If there are later points, continue in a copy of the run without them."""
-        client, last = self._open, axis(epoch, step)
+        client, last = self._client, axis(epoch, step)
         old = client.get_run(self._run_id)
         points = [one for name in old.data.metrics for one in client.get_metric_history(self._run_id, name)]
         if all(one.step <= last for one in points):
@@ -105,13 +104,7 @@ class MlflowSink:
 
         metrics = [Metric(re.sub(_NOT_IN_NAMES, "_", name), *rest) for name, *rest in points]
         for begin in range(0, len(metrics), _BATCH):
-            self._open.log_batch(self._run_id, metrics=metrics[begin : begin + _BATCH])
-
-    @property
-    def _open(self) -> MlflowClient:
-        if self._client is None:
-            raise ValueError("the sink was not opened")
-        return self._client
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _BATCH])
 
 
 def _began(run: Run) -> tuple[int, str]:
