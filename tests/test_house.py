@@ -18,7 +18,7 @@ FILES = sorted(
     for path in folder.rglob("*.py")
     if folder.name in ROOMS or path.parent == folder
 )
-MAX_FILES = 316
+MAX_FILES = 315
 """Lower it when files have been merged; a new file must be worth another one."""
 MAX_ENTRIES = 13
 CROWDED: dict[str, int] = {}

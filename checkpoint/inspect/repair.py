@@ -341,10 +341,10 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
             found[_group_of(path.rpartition("/")[2]) or NOTES] += storage.stat(path) or 0
         return dict(found)
 
-    tries = tuple(
+    attempts = tuple(
         TryUse(name, standing(name), entries.get(name), groups(name), needs[name])
         for name in storage.list(DATA)
         if ATTEMPT_NAME.fullmatch(name)
     )
     going = {one.attempt_name for one in Keeping(last=1).chosen(view)}
-    return Usage(tries, sum(one.bytes for one in tries if one.name in going))
+    return Usage(attempts, sum(one.bytes for one in attempts if one.name in going))

@@ -61,7 +61,7 @@ def test_near_spans_of_a_distant_place_come_with_one_request():
     """Where a request costs much, spans with small gaps are asked for together, others are not."""
     asked: list[tuple[int, int]] = []
     wanted = [(0, 10), (15, 20), (30, 40), (200, 210)]
-    passage = Passage(1000, 10, far=100, gap=12)
+    passage = Passage(1000, 10, at_once=100, gap=12)
     list(Passing().over(wanted, passage, lambda first, room: asked.append((first, first + len(room)))))
     assert asked == [(0, 40), (200, 210)]
 

@@ -12,8 +12,8 @@ from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, firs
 from torchrelay.checkpoint.format.shard.entries import StoredEntry
 from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent, header_length, parse
 from torchrelay.checkpoint.format.shard.reads import (
-    FAR_BYTES,
     PLAIN,
+    REMOTE_BYTES,
     EntryBatch,
     Passage,
     Passing,
@@ -55,7 +55,7 @@ class ShardExpectation:
 
 CHECKED = 4 * BLOCK
 """Bytes of an entry that a thread verifies at once, block by block in memory that stays in the cache."""
-PASSING_FAR = 5 * BLOCK
+PASSING_REMOTE = 5 * BLOCK
 """Buffered bytes per request of a storage with high latency.
 
 A thread keeps its memory during reads, and the storage needs as much for the answer; at most 64 MiB in
@@ -113,7 +113,7 @@ class ShardHeader:
         self._header_digests = header_digests
         self._storage = storage
         self._gap = worth_of_a_request(storage)
-        self._run = FAR_BYTES if self._gap else RUN
+        self._run = REMOTE_BYTES if self._gap else RUN
         self.is_remote = self._gap > 0
         """Whether reads go over a network, request by request."""
 
@@ -273,7 +273,7 @@ class ShardHeader:
             if not 0 <= start <= stop <= entry.nbytes:
                 raise UsageError(f"{key}, which has {entry.nbytes} bytes, has no bytes {start} to {stop}")
         passage = Passage(
-            entry.nbytes, BLOCK if options.verify else 1, PASSING_FAR if self._gap else 0, self._gap
+            entry.nbytes, BLOCK if options.verify else 1, PASSING_REMOTE if self._gap else 0, self._gap
         )
         return memory.over(spans, passage, partial(self._read_range, handle, key, entry, options.verify))
 

@@ -208,7 +208,7 @@ TOGETHER = 512
 """Entries that are read with one call; current systems allow 1,024."""
 BYTES = 2 * BLOCK
 """Bytes that are read and then verified while they are in the processor's cache."""
-FAR_BYTES = 8 * BLOCK
+REMOTE_BYTES = 8 * BLOCK
 """The same for storages with high latency."""
 
 
@@ -313,7 +313,7 @@ def batches(
     Without memory they can only be verified.
     """
     starts, stops = entries.stored.bounds(numbers)
-    most = FAR_BYTES if gap else BYTES
+    most = REMOTE_BYTES if gap else BYTES
     for first in range(0, len(starts), TOGETHER):
         end = min(first + TOGETHER, len(starts))
         edges = [first]
@@ -331,11 +331,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Passage:
-    """How an entry is read: whole blocks, and up to `far` bytes at once across gaps of `gap` bytes."""
+    """How an entry is read: whole blocks, and up to `at_once` bytes at once across gaps of `gap` bytes."""
 
     size: int
     block: int
-    far: int = 0
+    at_once: int = 0
     gap: int = 0
 
     def begin(self, span: Span) -> int:
@@ -345,15 +345,15 @@ class Passage:
     def end(self, spans: Sequence[Span], number: int) -> int:
         """The end of the read for the span of this number."""
         begin, stop = self.begin(spans[number]), spans[number][1]
-        for start, end in islice(spans, number + 1, None) if self.far else ():
-            if start > stop + self.gap or end - begin > self.far:
+        for start, end in islice(spans, number + 1, None) if self.at_once else ():
+            if start > stop + self.gap or end - begin > self.at_once:
                 break
             stop = max(stop, end)
         return min(self.size, -(-stop // self.block) * self.block)
 
 
 class Passing:
-    """Sliding read buffer of one thread: the largest span and two blocks, or `far` and two."""
+    """Sliding read buffer of one thread: the largest span and two blocks, or `at_once` and two."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())
