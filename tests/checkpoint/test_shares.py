@@ -42,9 +42,9 @@ def test_every_byte_is_in_exactly_one_share(sizes: list[int], nodes: int, hosts:
     rows = [row for row, leaf in enumerate(manifest.leaves) if leaf.name.startswith("m.")]
     readers = tuple(range(0, 3 * hosts, 3))
     drawn = shares(manifest, rows, readers)
-    assert tuple(drawn.batches) == readers
+    assert tuple(drawn) == readers
     parts = sorted(
-        (part for batches in drawn.batches.values() for batch in batches for part in batch),
+        (part for batches in drawn.values() for batch in batches for part in batch),
         key=lambda part: (part.row, part.at),
     )
     for row in rows:
@@ -55,11 +55,11 @@ def test_every_byte_is_in_exactly_one_share(sizes: list[int], nodes: int, hosts:
             assert part.at == part.start + (key.start if isinstance(key, Flat) else 0)
             at += part.nbytes
         assert at == manifest.leaves[row].nbytes
-    read = {reader: sum(p.nbytes for b in batches for p in b) for reader, batches in drawn.batches.items()}
+    read = {reader: sum(p.nbytes for b in batches for p in b) for reader, batches in drawn.items()}
     assert all(abs(nbytes - sum(sizes) / hosts) <= PIECE for nbytes in read.values())
-    assert all(sum(p.nbytes for p in b) <= PIECE for batches in drawn.batches.values() for b in batches)
+    assert all(sum(p.nbytes for p in b) <= PIECE for batches in drawn.values() for b in batches)
     turns = list(in_turn(drawn))
-    for reader, batches in drawn.batches.items():
+    for reader, batches in drawn.items():
         assert tuple(batch for who, batch in turns if who == reader) == batches
 
 
