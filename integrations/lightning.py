@@ -43,8 +43,7 @@ class _Part:
     """A blob that holds loaded state until Lightning can take it."""
 
     def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self.state_dict = state
-        self.loaded: dict[str, Any] = {}
+        self.state_dict, self.loaded = state, dict[str, Any]()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state
@@ -55,8 +54,7 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
 
     The blobs are `model`, `optimizer` and `scheduler` (`optimizer_0`, ... if there are several). `trainer`
     holds the loops, the callbacks, the data module and the entries of `on_save_checkpoint` hooks. `ranks`
-    holds state that differs between ranks. The callback replaces the default `ModelCheckpoint`. Several ranks
-    need torchrun.
+    holds state that differs between ranks. Several ranks need torchrun. `ModelCheckpoint` is not needed.
 
     Args:
         where: Directory or URL of the checkpoints.
@@ -102,10 +100,8 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         if trainer.fast_dev_run:
             return
         if trainer.world_size > 1 and "RANK" not in os.environ:
-            raise UsageError(
-                f"Lightning started {trainer.world_size} processes itself, which torchrelay does not "
-                f"support: start the script with torchrun --nproc-per-node={trainer.world_size}"
-            )
+            start = f"start the script with torchrun --nproc-per-node={trainer.world_size}"
+            raise UsageError(f"torchrelay does not support the ranks that Lightning started itself: {start}")
         self._saved, self._step, self._seen, self._due = -1, 0, 0, False
         self._trainer = _Part(partial(self._state_of_trainer, trainer))
         self._ranks = _Part(partial(self._state_of_rank, trainer))
@@ -140,9 +136,7 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         trainer.fit_loop.load_state_dict(loaded["loops"]["fit_loop"])
         for one in _with_inner(trainer.fit_loop):
             one._restarting = one._loaded_from_state_dict = one._resuming_from_checkpoint = False
-        trainer.fit_loop.epoch_loop.val_loop._restarting = (
-            True  # until the training starts: skips the sanity check
-        )
+        trainer.fit_loop.epoch_loop.val_loop._restarting = True  # skips the sanity check
         trainer._logger_connector._callback_metrics.update(self._ranks.loaded.get("metrics", {}))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -194,8 +188,8 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Record the state that the next batch is loaded with if a save is due."""
-        every = self.every_n_steps
-        self._due = every is not None and trainer.global_step // every > self._seen // every
+        every = self.every_n_steps or sys.maxsize
+        self._due = trainer.global_step // every > self._seen // every
         if self._due:
             loaders = copy.deepcopy(trainer.fit_loop._combined_loader._state_dicts())
             self._ahead = {"fetch": RandomStreams.capture().encode(), "loaders": loaders}
@@ -222,9 +216,9 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
 
     def _release_streams(self) -> None:
         """Restore the random streams that were held during a resume."""
-        if self._held is not None:
-            self._held.restore()
-        self._held = None
+        held, self._held = self._held, None
+        if held is not None:
+            held.restore()
 
     def _save(self, trainer: Any, step: int) -> None:
         """Save `step` steps behind the finished epochs."""
@@ -296,10 +290,7 @@ class TorchrelayCheckpointIO(_io.CheckpointIO):  # type: ignore[misc]
             save_blobs(path, dict(checkpoint), overwrite=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
-        """Read and verify a file of `save_checkpoint`.
-
-        Raises UsageError for a file of torch.save, DamagedError if the content does not verify.
-        """
+        """Read and verify a file of `save_checkpoint`. Raises UsageError for a file of torch.save."""
         if "://" not in str(path) and zipfile.is_zipfile(path):
             raise UsageError(f"{path} was written by torch.save: load it with a Trainer without this plugin")
         return load_blobs(path, device=map_location if isinstance(map_location, str | torch.device) else None)

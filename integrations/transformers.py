@@ -23,7 +23,7 @@ from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
 
 try:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 
     from torchrelay.integrations.accelerate import check_kind
@@ -124,9 +124,9 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
 
     def on_train_begin(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         *,
         model: nn.Module,
         optimizer: Any,
@@ -168,9 +168,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
                 for key, value in content.get("attributes", {}).items():
                     setattr(callback, key, value)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         """Save the previous epoch if it is not saved; after a resume, restore the random states."""
         if self._streams is not None:
             self._streams.restore()
@@ -178,38 +176,28 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
                 self._streams = None
         self._save_if_due(args, state, given["train_dataloader"])
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         """Save the previous step if due; by now all its values are logged."""
         if self._streams is not None:  # batches were skipped
             self._streams.restore()
             self._streams = None
         self._save_if_due(args, state, given["train_dataloader"])
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Note that a save is due."""
         if self._every and state.global_step % self._every == 0:
             self._due = True
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Note that a save is due."""
         self._due = True
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         """Save the last epoch before the Trainer may load the best model."""
         if "train_runtime" in (given.get("logs") or {}):
             self._save_if_due(args, state, given["train_dataloader"])
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         """Wait for the save in flight and release the directory."""
         self._save_if_due(args, state, given["train_dataloader"])
         if self._ckpt is not None:

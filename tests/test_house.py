@@ -132,6 +132,12 @@ def test_there_are_no_more_files() -> None:
     assert len(FILES) <= MAX_FILES
 
 
+def test_a_module_for_another_trainer_is_short() -> None:
+    """An integration is at most 300 lines over `Checkpointer`."""
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "integrations").glob("*.py")}
+    assert lines and max(lines.values()) <= 300, lines
+
+
 def test_a_folder_is_seen_at_a_glance() -> None:
     """What lies in a folder, `__init__.py` and folders included, fits on a screen."""
     entries: dict[Path, set[str]] = defaultdict(set)
