@@ -95,14 +95,15 @@ def own_leaves(
     name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: TensorNames
 ) -> Iterator[Leaf]:
     """The leaf of a tensor that outlives the listing, an alias if it is known; all leaves of a wrapper."""
+
+    def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
+        content = admitted_in_place(tensor, name)
+        alias_of = first_names.earlier(tensor, name)
+        return Leaf(name, blob, role, MAIN_GROUP, content, alias_of, frozen_of(role, tensor))
+
     if is_wrapper(tensor):
-        yield from subclass_leaves(
-            name, blob, MAIN_GROUP, tensor, lambda n, inner: own_leaves(n, blob, role, inner, first_names)
-        )
-        return
-    content = admitted_in_place(tensor, name)
-    alias_of = first_names.earlier(tensor, name)
-    yield Leaf(name, blob, role, MAIN_GROUP, content, alias_of, frozen_of(role, tensor))
+        return subclass_leaves(name, blob, MAIN_GROUP, tensor, leaf_of)
+    return iter([leaf_of(name, tensor)])
 
 
 def named_parameters(blob: str, module: nn.Module, states: ModuleStates) -> list[tuple[str, torch.Tensor]]:

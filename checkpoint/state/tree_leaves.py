@@ -94,16 +94,15 @@ _first_wrappers: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
 
 def subclass_leaves(
-    name: str,
-    blob: str,
-    group: str,
-    tensor: torch.Tensor,
-    leaves: Callable[[str, torch.Tensor], Iterable[Leaf]],
+    name: str, blob: str, group: str, tensor: torch.Tensor, leaf_of: Callable[[str, torch.Tensor], Leaf]
 ) -> Iterator[Leaf]:
-    """A value leaf that describes a wrapper, and what `leaves` makes of each inner tensor."""
+    """A value leaf that describes a wrapper, and `leaf_of` each inner tensor; for inner wrappers the same."""
     yield Leaf(name, blob, Role.SUBCLASS, group, Value(description(tensor, name)))
     for inner, part in inner_tensors(tensor, name).items():
-        yield from leaves(f"{name}.{inner}", part)
+        if is_wrapper(part):
+            yield from subclass_leaves(f"{name}.{inner}", blob, group, part, leaf_of)
+        else:
+            yield leaf_of(f"{name}.{inner}", part)
 
 
 def tree_leaves(
@@ -128,15 +127,18 @@ def tree_leaves(
     known: dict[int, str] = {}
     taken = {name}
 
-    def listed(leaf_name: str, tensor: torch.Tensor, path: str) -> Iterator[Leaf]:
-        if is_wrapper(tensor) and (role is Role.STATE or blob_at is not None):
-            yield from subclass_leaves(
-                leaf_name, blob, group, tensor, lambda n, inner: listed(n, inner, f"{path}: {n}")
-            )
-            return
+    def leaf_of(leaf_name: str, tensor: torch.Tensor, path: str) -> Leaf:
         own = tensor_role if blob_at is None else registered_role(tensor)
         content, frozen = admitted(tensor, path), frozen_of(own, tensor)
-        yield Leaf(leaf_name, blob, own, group, content, alias_of(tensor, leaf_name), frozen)
+        return Leaf(leaf_name, blob, own, group, content, alias_of(tensor, leaf_name), frozen)
+
+    def listed(leaf_name: str, tensor: torch.Tensor, path: str) -> Iterable[Leaf]:
+        # must not refer to itself: such a cycle would keep the model until a collection
+        if not is_wrapper(tensor) or (role is not Role.STATE and blob_at is None):
+            return [leaf_of(leaf_name, tensor, path)]
+        return subclass_leaves(
+            leaf_name, blob, group, tensor, lambda n, inner: leaf_of(n, inner, f"{path}: {n}")
+        )
 
     def refer(path: str, tensor: torch.Tensor) -> str:
         if id(tensor) not in known:
@@ -183,10 +185,13 @@ def entry_leaves(
     """A tensor becomes a leaf, all else a tree; with `wrappers`, a load can make such subclasses."""
     if not isinstance(value, torch.Tensor):
         return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
+
+    def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
+        return Leaf(name, blob, tensor_role, group, admitted(tensor, name))
+
     if not (wrappers and is_wrapper(value)):
-        return [Leaf(name, blob, tensor_role, group, admitted(value, name))]
-    inner = partial(entry_leaves, blob=blob, group=group, tensor_role=tensor_role, wrappers=True)
-    return list(subclass_leaves(name, blob, group, value, lambda n, part: inner(part, n)))
+        return [leaf_of(name, value)]
+    return list(subclass_leaves(name, blob, group, value, leaf_of))
 
 
 def dotted(path: str) -> str:
