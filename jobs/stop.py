@@ -236,12 +236,16 @@ def max_time(limit: str | float | timedelta) -> StopCondition:
     The running epoch ends at its next step and counts as finished.
 
     Args:
-        limit: "HH:MM:SS", "D-HH:MM:SS", seconds, or a timedelta.
+        limit: Seconds, "1h30m", "HH:MM:SS", "D-HH:MM:SS", or a timedelta.
+
+    Raises:
+        UsageError: The limit is none of these, or not above 0.
     """
-    secs = None if isinstance(limit, str) and ":" not in limit else seconds_in(limit)
+    secs = seconds_in(limit)
     if secs is None or not math.isfinite(secs) or secs <= 0:
         raise UsageError(
-            f"max_time is 'HH:MM:SS', 'D-HH:MM:SS', seconds above 0 or a timedelta, not {limit!r}"
+            "max_time is seconds above 0, a text such as '1h30m' or '01:30:00', or a timedelta, "
+            f"not {limit!r:.80}"
         )
     reason = f"{secs:g} s of running have passed"
     return AskedValue("max_time", lambda ctx: ctx.elapsed_secs >= secs, reason, True, secs=secs)

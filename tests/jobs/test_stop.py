@@ -86,22 +86,38 @@ class Impatient:
         ("12:34:56", 45296),
         ("100:00:00", 360000),
         ("2-01:00:00", 176400),
+        ("1h30m", 5400),
+        ("90", 90),
         (1.5, 1.5),
         (timedelta(minutes=2), 120),
     ],
 )
 def test_max_time_reads_the_usual_forms(given_time, secs):
-    """Clock times, days as Slurm writes them, seconds and timedeltas are read."""
+    """It reads what `time_limit` reads: clock times, also with days, units, seconds and timedeltas."""
     assert max_time(given_time).secs == secs
 
 
 @pytest.mark.parametrize(
     "bad",
-    ["", "5", "1:2", "00:60:00", "00:00:60", "-1:00:00", 0, -1, math.nan, math.inf, True, None, timedelta(0)],
+    [
+        "",
+        "soon",
+        "1:2",
+        "00:60:00",
+        "00:00:60",
+        "-1:00:00",
+        0,
+        -1,
+        math.nan,
+        math.inf,
+        True,
+        None,
+        timedelta(0),
+    ],
 )
 def test_max_time_refuses_the_rest(bad):
-    """Times that are ambiguous, not positive or no times are refused with the forms that are read."""
-    with pytest.raises(UsageError, match="HH:MM:SS"):
+    """Times that are not positive, and what is not a time, are refused with the forms that are read."""
+    with pytest.raises(UsageError, match="01:30:00"):
         max_time(bad)
 
 
