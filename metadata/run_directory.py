@@ -303,6 +303,15 @@ class RunDirectory:
         return sorted((int(match[2]), path) for path, match in matches.items() if match)
 
 
+class CheckpointsAlone(RunDirectory):
+    """Checkpoints that no run wrote, such as those of another trainer: only their epochs are known."""
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """The directory itself."""
+        return self.where
+
+
 def _digest_of(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import FILE, CountingStorage, is_url, shown, storage_of
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.runtime import is_directory, split_run, undisturbed
-from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.run_directory import CheckpointsAlone, RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look, is_remote, travels
@@ -93,6 +93,15 @@ def locate_run(text: str, *, whole: bool = True) -> RunDirectory:
     if run is None:
         raise UsageError(f"{text} has checkpoints but no {_RUN_FILE}: torchrelay ls lists its epochs")
     return run
+
+
+def locate_run_or_checkpoints(text: str) -> RunDirectory:
+    """Find a run, or checkpoints without one, to read; raises UsageError for anything else."""
+    found = locate(text, whole=False)
+    if found.run is not None:
+        return found.run
+    url = found.where.rstrip("/") if is_remote(found.where) else None
+    return CheckpointsAlone(found.where.removeprefix(FILE) if url is None else url.rpartition("/")[2], url)
 
 
 def existing_directory(text: str) -> Path:

@@ -89,9 +89,11 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(tmp_path: Path) -> N
 def test_the_folder_is_read_without_accelerate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The verbs read it, and a process that never imports accelerate loads the model by its own names."""
     assert loop(tmp_path / "run", ranks=1).rc == 0
-    for verb in (["ls"], ["verify"], ["ckpt", "diff"]):
+    page = tmp_path / "page.html"
+    for verb in (["ls"], ["verify"], ["ckpt", "diff"], ["report", "-o", str(page)]):
         assert main([*verb, str(tmp_path / "run"), *([str(tmp_path / "run")] if "diff" in verb else [])]) == 0
     assert "3 of 3 epochs verified" in capsys.readouterr().out
+    assert "run saved at epoch 3" in page.read_text()
     code = (
         "import sys, torch, torchrelay; model = torch.nn.Sequential(torch.nn.Linear(6, 8), "
         "torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)); "

@@ -24,6 +24,7 @@ from torchrelay.checkpoint.inspect.contents import (
     open_epoch,
     parts,
 )
+from torchrelay.checkpoint.load.info import glance_or_notes
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record
 from torchrelay.checkpoint.log.state import History, read_history
@@ -106,6 +107,34 @@ def _base(record: Record) -> Mapping[str, Json]:
     return base if isinstance(base, Mapping) else {}
 
 
+def generations_of(history: History) -> dict[Key, int]:
+    """Which start committed each position, as far back as records exist."""
+    found: dict[Key, int] = {}
+    for record in history.records:
+        said = record.payload.get("entry") if record.kind == "commit" else None
+        if isinstance(said, Mapping):
+            branch, epoch, step = (said.get(name) for name in ("branch", "epoch", "step"))
+            if type(branch) is int and type(epoch) is int and type(step) is int:
+                found[Key(branch, Position(epoch, step))] = record.generation
+    return found
+
+
+def committed_points(
+    storage: Storage, committed: Committed, limits: ReadLimits, troubles: Troubles
+) -> list[tuple[int, list[Point]]]:
+    """The metrics saved with whole epochs, by generation; for checkpoints without files of metrics."""
+    found: dict[int, list[Point]] = {}
+    generations = generations_of(committed.history)
+    for entry in committed.entries[-limits.epoch_rows :]:
+        if entry.position.boundary and entry.healthy:
+            seen = troubles.tried(partial(glance_or_notes, storage, entry), None)
+            metrics = {} if seen is None else seen.facts.metrics
+            generation = generations.get(entry.key, 0)
+            point = Point(entry.position.epoch, generation, None, True, metrics)
+            found.setdefault(generation, []).append(point)
+    return sorted(found.items())
+
+
 def rows_of(
     committed: Committed,
     saves: Mapping[str, Save],
@@ -114,13 +143,7 @@ def rows_of(
     limits: ReadLimits,
 ) -> tuple[EpochRow, ...]:
     """The newest rows of the table; metrics come from the metrics files, by (generation, epoch) or epoch."""
-    generations: dict[Key, int] = {}  # by position, as far back as records lie
-    for record in committed.history.records:
-        said = record.payload.get("entry") if record.kind == "commit" else None
-        if isinstance(said, Mapping):
-            branch, epoch, step = (said.get(name) for name in ("branch", "epoch", "step"))
-            if type(branch) is int and type(epoch) is int and type(step) is int:
-                generations[Key(branch, Position(epoch, step))] = record.generation
+    generations = generations_of(committed.history)
     on_line = {entry.key for entry in committed.view.line()}
     start = committed.start or ResumePreview(None, "", 0)
     rows = []

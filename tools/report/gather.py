@@ -12,12 +12,13 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.metadata.code.capture import captures
 from torchrelay.metadata.fs import read_lines
-from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.run_directory import CheckpointsAlone, RunDirectory
 from torchrelay.records import Json
 from torchrelay.runners.monitoring.status import Standing, standing
 from torchrelay.tools.report.checkpoints import (
     branches_of,
     committed_of,
+    committed_points,
     happened,
     manifests_of,
     norms_of,
@@ -175,7 +176,11 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
     identity = troubles.tried(run.identity, None) or {}
     status: dict[str, Any] = troubles.tried(run.status, {})
     committed = committed_of(storage, troubles)
-    starts = points_of(run, troubles)
+    if isinstance(run, CheckpointsAlone):
+        starts = committed_points(storage, committed, limits, troubles)
+        status = {"epoch": starts[-1][1][-1].epoch} if starts else {}
+    else:
+        starts = points_of(run, troubles)
     course = course_of(starts, rewinds_of(committed.history))
     stands = standing(run.path)
     manifests = manifests_of(storage, committed.view.line(), limits, troubles)

@@ -54,7 +54,8 @@ def state_of(run: RunFacts) -> tuple[str, str]:
     if run.state == "RUNNING" and run.stands.word != "running":
         return run.stands.shown, "bad"
     if run.state is None:
-        return ("has no status", "calm") if run.epochs or run.identity else ("is unreadable", "bad")
+        without = ("has no status" if run.identity else "saved", "calm")
+        return without if run.epochs or run.identity else ("is unreadable", "bad")
     return _WORDS.get(run.state, (run.state.lower(), "calm"))
 
 

@@ -18,7 +18,9 @@ from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.handlers import summary
-from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.run_directory import CheckpointsAlone, RunDirectory
+from torchrelay.runners.own_loop.checkpointer import Checkpointer
+from torchrelay.tools.cli.main import main
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.run_data import Point, ReadLimits, course_of, spread
 from torchrelay.tools.report.timeline import bars_of, finding_of, saving_secs, wall_secs
@@ -207,6 +209,24 @@ def test_a_run_whose_process_is_gone_is_not_called_running(story: RunDirectory) 
     story.write_status("RUNNING", epoch=5, generation=10**6, **gone)
     facts = gather(story, ReadLimits(norm_bytes=0))
     assert (facts.stands.word, facts.stands.why) == ("interrupted", f"killed: process {gone['pid']} is gone")
+
+
+def test_checkpoints_without_a_run_are_reported(tmp_path, capsys) -> None:
+    """A rewound `Checkpointer`, which writes no files of metrics, has the curves of its epochs."""
+    blobs, where = {"model": torch.nn.Linear(3, 2)}, tmp_path / "checkpoints"
+    for resume in (None, 2):
+        with Checkpointer(where, blobs) as ckpt:
+            ckpt.resume(resume)
+            for epoch in (1, 2, 3) if resume is None else (3,):
+                ckpt.save(epoch, metrics={"loss": epoch + 0.5 * (resume is None)})
+    assert main(["report", str(where), "-o", str(tmp_path / "page.html")]) == 0
+    facts = gather(CheckpointsAlone(where))
+    assert [(one.epoch, one.metrics["loss"]) for one in facts.course.points] == [(1, 1.5), (2, 2.5), (3, 3.0)]
+    assert [one.metrics["loss"] for one in facts.course.abandoned[0]] == [2.5, 3.5]
+    assert (facts.epoch, facts.attempts, facts.trouble) == (3, (), ())
+    assert "checkpoints saved at epoch 3" in (tmp_path / "page.html").read_text()
+    assert main(["report", str(where), "-o", str(where / "page.html")]) == 2
+    assert "is inside the checkpoints" in capsys.readouterr().err
 
 
 def test_gathering_and_drawing_need_no_torch(story: RunDirectory) -> None:

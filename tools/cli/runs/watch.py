@@ -22,7 +22,7 @@ from torchrelay.runners.monitoring.status import RunLook, look_at, runs_at, stan
 from torchrelay.runners.monitoring.text import duration, human_bytes, per_second
 from torchrelay.runners.programs.request import address_options, token_options
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
-from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
+from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run_or_checkpoints
 from torchrelay.tools.cli.arguments import RUNS
 from torchrelay.tools.report.run_data import ReadLimits
 
@@ -202,7 +202,7 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
 
     found: dict[Path, RunDirectory] = {}
     for path in chosen.runs:
-        run = locate_run(path, whole=False)
+        run = locate_run_or_checkpoints(path)
         found.setdefault(run.path.resolve(), run)
     runs = list(found.values())
     target = None if in_store(chosen.output) else Path(chosen.output)
@@ -212,7 +212,7 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
         if not target.absolute().parent.is_dir():
             raise UsageError(f"{target.parent} does not exist or is not a directory; create it")
         for run in runs:
-            if target.resolve().is_relative_to((run.path / "checkpoints").resolve()):
+            if target.resolve().is_relative_to(Path(run.checkpoints).resolve()):
                 raise UsageError(f"{target} is inside the checkpoints of {run.where}; choose another file")
     facts = [gather(run, limits_of(chosen)) for run in runs]
     page = report_page(facts).encode()
