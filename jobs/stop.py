@@ -192,6 +192,8 @@ class AskedValue:
     secs: float | None = None
     settings: Mapping[str, Any] | None = None
     rule: Rule = "any"
+    blob: tuple[str, str | None] | None = None
+    """The blob and node that `read` reads, which outlives the epoch."""
 
     def holds(self, saved: Mapping[str, Any]) -> bool:
         """Return True if a saved answer holds; answers of other Python versions cannot be compared."""
@@ -204,9 +206,8 @@ class AskedValue:
         if isinstance(value, StopAnswer):
             return value
         if value is None:
-            raise UsageError(
-                f"stop condition {self.name!r} gave None: return True to stop or False to continue"
-            )
+            returns = "return True to stop or False to continue"
+            raise UsageError(f"stop condition {self.name!r} gave None: {returns}")
         if isinstance(value, _NO_ANSWERS):
             raise UsageError(f"stop condition {self.name!r} gave {value!r}, which is neither true nor false")
         try:
@@ -243,10 +244,8 @@ def max_time(limit: str | float | timedelta) -> StopCondition:
     """
     secs = seconds_in(limit)
     if secs is None or not math.isfinite(secs) or secs <= 0:
-        raise UsageError(
-            "max_time is seconds above 0, a text such as '1h30m' or '01:30:00', or a timedelta, "
-            f"not {limit!r:.80}"
-        )
+        forms = "seconds above 0, a text such as '1h30m' or '01:30:00', or a timedelta"
+        raise UsageError(f"max_time is {forms}, not {limit!r:.80}")
     reason = f"{secs:g} s of running have passed"
     return AskedValue("max_time", lambda ctx: ctx.elapsed_secs >= secs, reason, True, secs=secs)
 
@@ -446,13 +445,12 @@ def _as_condition(given: Any) -> StopCondition:
             f"{given} is true",
         )
     if isinstance(given, str):
-        return AskedValue(f"blob({given})", _reader_of(given), f"blob {given!r} is true")
+        blob, reason = _address_of(given), f"blob {given!r} is true"
+        return AskedValue(f"blob({given})", lambda ctx: _read(ctx.workspace, *blob), reason, blob=blob)
     if isinstance(given, torch.Tensor):
         if given.numel() != 1:
-            raise UsageError(
-                f"a tensor of shape {tuple(given.shape)} cannot be a stop condition: it needs one element; "
-                "use a function, such as `lambda: done.all()`"
-            )
+            shape = f"a tensor of shape {tuple(given.shape)} cannot be a stop condition: it needs one element"
+            raise UsageError(f"{shape}; use a function, such as `lambda: done.all()`")
         return AskedValue("tensor", lambda ctx: given, "the tensor given as stop condition is true")
     if not is_class and callable(getattr(given, "data_finished", None)):
         finished, kind = given.data_finished(), _kind(given)
@@ -477,25 +475,22 @@ def _checked(given: Any) -> StopCondition:
     return given  # type: ignore[no-any-return]
 
 
-def _reader_of(address: str) -> Callable[[Any], Any]:
-    """Read `trainer_1:done` on that node, and `done` on the current node, else on every node."""
-    node, _, name = address.rpartition(":")
+def _address_of(text: str) -> tuple[str, str | None]:
+    """Return blob and node: `done` is of the current node, or of every node (None)."""
+    node, _, name = text.rpartition(":")
     current = Node.current(required=False)
-    where = check_node_name(node) if node else (current.name if current else None)
-    check_blob_name(name)
+    return check_blob_name(name), check_node_name(node) if node else (current.name if current else None)
 
-    def read(ctx: Any) -> Any:
-        workspace = ctx.workspace
-        if where not in (None, workspace.node):
-            return SILENT
-        if name in workspace:
-            return workspace[name]
-        raise UsageError(
-            f"the stop condition reads blob {name!r}, which {workspace.node} does not have after the "
-            f"epoch (it has {', '.join(workspace) or 'none'}): make it in the init group, or in each epoch"
-        )
 
-    return read
+def _read(workspace: Any, name: str, node: str | None) -> Any:
+    if node not in (None, workspace.node):
+        return SILENT
+    if name in workspace:
+        return workspace[name]
+    raise UsageError(
+        f"the stop condition reads blob {name!r}, which {workspace.node} does not have after the "
+        f"epoch (it has {', '.join(workspace) or 'none'}): make it in the init group, or in each epoch"
+    )
 
 
 def _kind(given: object) -> str:

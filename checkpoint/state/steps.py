@@ -143,10 +143,12 @@ def _find_writers(optimizer: Optimizer, *_: Any) -> None:
     before = _sampled.pop(id(optimizer), None) if _sampled else None
     if not before or torch.compiler.is_compiling():
         return
-    now = dict(_samples([parameter for one, _ in before if (parameter := one()) is not None]))
-    for one, sample in before:
-        if one in now and not torch.equal(sample.view(torch.uint8), now[one].view(torch.uint8)):
-            _written[id(one())] = one
+    alive = [(parameter, sample) for one, sample in before if (parameter := one()) is not None]
+    now = {id(one()): sample for one, sample in _samples([parameter for parameter, _ in alive])}
+    for parameter, sample in alive:
+        later = now.get(id(parameter))
+        if later is not None and not torch.equal(sample.view(torch.uint8), later.view(torch.uint8)):
+            _written[id(parameter)] = weakref.ref(parameter)
 
 
 def unsaved_optimizers(

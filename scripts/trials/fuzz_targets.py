@@ -155,7 +155,7 @@ def _archive() -> Target:
         path.write_bytes(data)
         with open_zip(path) as found:
             for name, member in found.members.items():
-                if len(found.read(name, 1 << 20)) != member.nbytes:
+                if len(found.read(name, 1 << 20)) != len(member):
                     raise UnlikeError(f"member {name!r}")
 
     return Target("archive", [seed], read, mutation.of_bytes)

@@ -310,7 +310,7 @@ def test_pdr_7_a_relative_workspace_begins_at_the_file(tmp_path, monkeypatch, wr
         ("a: ${hyper_parameters.lrr}", "2:6: hyper_parameters.a: `hyper_parameters.lrr` is not in the conf"),
         (
             "a: x-${env:NOPE}",
-            "2:8: hyper_parameters.a: the environment has no NOPE: set it, or",
+            "2:8: hyper_parameters.a: the environment has no NOPE: set it",
         ),
         ("a: ${b", "2:6: hyper_parameters.a: `${` is not closed"),
         ("a: ${oc.env:X}", "2:6: hyper_parameters.a: expected `${key.path}`, `${env:NAME}` or"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,22 @@ def test_parameters_that_are_written_between_steps_are_copied_at_once(
         optimizer.step()
     late = set(late_leaves({"model": model, "optimizer": optimizer}))
     assert late == ({"model.weight", "model.bias"} if write == "none" else {"model.bias"})
+
+
+def test_a_parameter_may_go_between_the_first_steps(monkeypatch) -> None:
+    """As those of another rank, which a ZeroRedundancyOptimizer hands over: the other ones are compared."""
+    kept, gone = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = torch.optim.SGD([kept, gone], lr=0.1)
+    monkeypatch.setattr(steps, "_looks", iter([1]))
+    steps.watch_steps()
+    kept.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].pop()
+    del gone
+    gc.collect()
+    kept.data.clamp_(0.0, 0.1)
+    optimizer.step()
+    assert id(kept) in steps.written_between_steps()
 
 
 @pytest.mark.parametrize(

@@ -485,7 +485,7 @@ def test_index_needs_a_database(tmp_path: Path, url: str, monkeypatch, capsys: p
         record.write_bytes(b"{}")
     (tmp_path / "runs.db").unlink()
     assert main(["runs", "index", str(tmp_path / "good")]) == 2
-    assert "TORCHRELAY_DATABASE" in capsys.readouterr().err
+    assert "no database given: use --database" in capsys.readouterr().err
     monkeypatch.setenv("TORCHRELAY_DATABASE", url)
     assert main(["runs", "index", str(tmp_path / "nowhere")]) == 2
     assert main(["runs", "index", str(tmp_path / "bad"), str(tmp_path / "good"), "--json"]) == 5

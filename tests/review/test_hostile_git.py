@@ -130,15 +130,15 @@ def test_what_git_started_does_not_outlive_its_patience(
     (bin_dir / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
     monkeypatch.setattr(git_command, "PATIENCE_SECS", 0.1)
-    end = git_command._end
+    kill = os.killpg
 
-    def end_what_has_begun(process: subprocess.Popen[bytes]) -> None:
+    def kill_what_has_begun(group: int, number: int) -> None:
         limit = time.monotonic() + 60
         while not trace.exists() and time.monotonic() < limit:
             time.sleep(0.01)
-        end(process)
+        kill(group, number)
 
-    monkeypatch.setattr(git_command, "_end", end_what_has_begun)
+    monkeypatch.setattr(os, "killpg", kill_what_has_begun)
     with repository(tmp_path) as repo:
         assert repo is None
     assert trace.exists()
