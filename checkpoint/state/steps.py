@@ -146,8 +146,9 @@ def _find_writers(optimizer: Optimizer, *_: Any) -> None:
     alive = [(parameter, sample) for one, sample in before if (parameter := one()) is not None]
     now = {id(one()): sample for one, sample in _samples([parameter for parameter, _ in alive])}
     for parameter, sample in alive:
-        later = now.get(id(parameter))
-        if later is not None and not torch.equal(sample.view(torch.uint8), later.view(torch.uint8)):
+        later = now.get(id(parameter), sample)
+        moved = later.device != sample.device
+        if moved or not torch.equal(sample.view(torch.uint8), later.view(torch.uint8)):
             _written[id(parameter)] = weakref.ref(parameter)
 
 

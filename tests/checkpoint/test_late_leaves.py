@@ -62,6 +62,20 @@ def test_a_parameter_may_go_between_the_first_steps(monkeypatch) -> None:
     assert id(kept) in steps.written_between_steps()
 
 
+def test_a_parameter_may_move_between_the_first_steps(monkeypatch) -> None:
+    """To another device, whose values cannot be compared: it is as good as written."""
+    moving = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([moving], lr=0.1)
+    monkeypatch.setattr(steps, "_looks", iter([1]))
+    steps.watch_steps()
+    moving.grad = torch.zeros(4)
+    optimizer.step()
+    before = [(one, sample.to("meta")) for one, sample in steps._sampled[id(optimizer)]]
+    monkeypatch.setitem(steps._sampled, id(optimizer), before)
+    optimizer.step()
+    assert id(moving) in steps.written_between_steps()
+
+
 @pytest.mark.parametrize(
     ("make", "how"),
     [
