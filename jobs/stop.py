@@ -476,7 +476,7 @@ def _checked(given: Any) -> StopCondition:
 
 
 def _address_of(text: str) -> tuple[str, str | None]:
-    """Return blob and node: `done` is of the current node, or of every node (None)."""
+    """Return the blob and its node: the named one, else the current one; None means every node."""
     node, _, name = text.rpartition(":")
     current = Node.current(required=False)
     return check_blob_name(name), check_node_name(node) if node else (current.name if current else None)
