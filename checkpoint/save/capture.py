@@ -49,7 +49,7 @@ from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import kind_of, local_part, memory_place, overlaps_of
 from torchrelay.checkpoint.state.restore.gradients import gradient_leaves
 from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, arrays_of, rehearse
-from torchrelay.checkpoint.state.steps import replaced_optimizer, unsaved_optimizers
+from torchrelay.checkpoint.state.steps import STEPS, replaced_optimizer, unsaved_optimizers
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import NodePlace
@@ -375,14 +375,19 @@ class Unsaved:
     def training(self, session: Session, place: NodePlace, state: NodeState) -> None:
         """Warn of optimizers and parameters that are trained but not saved."""
         held = (entry.target for entry in session.workspace(place.name).entries().values())
-        unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._warned_optimizers))
+        unsaved: list[tuple[Optimizer, str]] = []
+        replaced = None
+        if STEPS:
+            known = self._warned_optimizers
+            unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), known))
+            replaced = replaced_optimizer(state.objects, state.names)
         self._warned_optimizers.update(optimizer for optimizer, _ in unsaved)
         texts = [
             f"{type(optimizer).__name__}, which trains {name}, is not a blob: its state is not saved, "
             "and a resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
             for optimizer, name in unsaved
         ]
-        self._replaced += (replaced := replaced_optimizer(state.objects, state.names)) is not None
+        self._replaced += replaced is not None
         if replaced is not None and self._replaced == 2:
             texts.append(
                 f"{replaced!r} never stepped, but another optimizer of the same kind did: what the program "
