@@ -209,13 +209,13 @@ class LoaderPlace:
             if not size or not state["batch_size"] or samples % size:
                 raise UsageError(
                     f"the epoch was interrupted after {samples} samples, which is not a multiple of the "
-                    f"global batch size {size}: change it"
+                    f"global batch size {size}: use resume(epoch={state['epoch']})"
                 )
             taken = samples // size
         if taken and self._generator is not None and not state["own_generator"]:
             raise UsageError(
                 "the epoch was interrupted in a run of one process, whose data order several ranks cannot "
-                "reproduce: start one process"
+                f"reproduce: use resume(epoch={state['epoch']})"
             )
         if isinstance(sampler, SeedableRandomSampler) and state["seed"] is not None:
             sampler.initial_seed = state["seed"]

@@ -117,7 +117,7 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         if position.step and (before := self._trainer.loaded["world_size"]) != trainer.world_size:
             raise UsageError(
                 f"{self.where} was saved by {before} ranks within epoch {position.epoch + 1}, which other "
-                f"numbers of ranks cannot continue: start {before}"
+                f"numbers of ranks cannot continue: set resume_from_epoch={position.epoch}"
             )
         self._held, self._saved, self._step = RandomStreams.capture(), position.epoch, position.step
         self._restore(trainer)
