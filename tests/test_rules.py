@@ -212,7 +212,10 @@ def test_no_text_names_a_place_of_one_machine() -> None:
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(path for one in ("docs", "benchmarks") for path in (ROOT / one).rglob("*.md"))]
+    [
+        *ROOT.glob("*.md"),
+        *(path for one in ("docs", "benchmarks", "tests") for path in (ROOT / one).rglob("*.md")),
+    ]
 )
 
 

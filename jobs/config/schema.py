@@ -1,6 +1,6 @@
 """Schema of configurations, with PaddleRec's names: each key is defined once, with type, default and meaning.
 
-It gives the JSON Schema, the table in docs/configuration.md, the resolved configuration and the identity.
+It gives the JSON Schema, the table of keys, the resolved configuration and the identity.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: what the pages link to outside of docs/ becomes part of the site.
+"""A hook of MkDocs: the site has the files that its pages link to, and the table of configuration keys.
 
 A page may link to any file of the repository, as it may where it is read there. In the site such a file
 is a page of its own below `repository/`, shown as code, or as a page where it is Markdown; links to
@@ -125,9 +125,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links of a page."""
+    """Turn the links of a page; add the table of keys to the one about configurations."""
     uri = page.file.src_uri
     source = uri.removeprefix(f"{FOLDER}/") if uri.startswith(f"{FOLDER}/") else f"docs/{uri}"
     if not (ROOT / source).exists():
         return markdown  # code, which has no links
+    if uri == "configuration.md":
+        from torchrelay.jobs.config.schema import key_table
+
+        markdown += key_table()
     return as_lists(rewritten(markdown, source))

@@ -1,4 +1,4 @@
-"""Rows of docs/bad-input.md about what surrounds a program: secrets in URLs, full pipes, limits."""
+"""Rows of README.md about what surrounds a program: secrets in URLs, full pipes, limits."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _some(faults: list[Any], trials: int | None, seed: int) -> list[Any]:
 
 @pytest.fixture
 def chaos(tmp_path: Path) -> Iterator[Chaos]:
-    """Strike functions at their file system calls; see docs/chaos.md of torchrelay."""
+    """Strike functions at their file system calls; see tests/chaos/README.md of torchrelay."""
     made = Chaos(tmp_path)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""docs/chaos.md is true: its example runs as a user's test, and it names what there is."""
+"""tests/chaos/README.md is true: its example runs as a user's test, and it names what there is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrelay.chaos.builtin import KINDS
 from torchrelay.chaos.faults import ERRNOS
 from torchrelay.chaos.strikes import COLUMNS
 
-PAGE = (Path(__file__).resolve().parent.parent.parent / "docs/chaos.md").read_text()
+PAGE = (Path(__file__).resolve().parents[1] / "chaos/README.md").read_text()
 PLUGIN = "torchrelay.chaos.pytest_plugin"
 
 

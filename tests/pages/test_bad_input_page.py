@@ -1,4 +1,4 @@
-"""docs/bad-input.md names every kind of bad input, and only tests that exist."""
+"""tests/bad_input/README.md names every kind of bad input, and only tests that exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/bad-input.md").read_text()
+PAGE = (ROOT / "tests/bad_input/README.md").read_text()
 ROWS = {"A": 28, "B": 11, "C": 8, "D": 12, "E": 15, "F": 8, "G": 6, "H": 14, "I": 8, "J": 7}
 """How many kinds there are of each sort."""
 LINES = [line[2:].split(": ", 1) for line in PAGE.splitlines() if re.match(r"- [A-J]\d", line)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config_cases import read
 
-from torchrelay.jobs.config.schema import TOP, json_schema, key_table, sections
+from torchrelay.jobs.config.schema import TOP, json_schema, sections
 from torchrelay.runners.config_runs.selection import recorded
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/configuration.md").read_text()
@@ -78,11 +78,3 @@ def test_the_command_prints_schema_and_table() -> None:
     )
     *lines, torch_there = done.stdout.splitlines()
     assert torch_there == "False" and json.loads("\n".join(lines)) == json_schema()
-
-
-def test_the_page_has_the_table_of_keys() -> None:
-    """docs/configuration.md lists the keys as `config schema --markdown` prints them."""
-    assert (
-        PAGE.partition("<!-- keys -->\n")[2].partition("<!-- end of keys -->")[0].strip()
-        == key_table().strip()
-    )

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_WORDS_OF_A_SENTENCE = 40
 MOST_WORDS_OF_A_CHANGE = 25
-MOST_WORDS_OF_DOCS = 45_000
+MOST_WORDS_OF_DOCS = 47_000
 PHRASES = {
     r"go(es|ing)? on|went on": "resume, continue",
     r"told|tells?|telling": "log, report, warn, raise, print",
@@ -53,6 +53,7 @@ PAGES = (
     "examples",
     "benchmarks",
     "scripts",
+    "tests/bad_input/README.md",
 )
 PACKAGES = (
     "jobs",
@@ -87,8 +88,6 @@ SENTENCE_ENDS = re.compile(
 )
 CEILINGS: dict[str, int] = {}
 """How many findings a folder may have: they only shrink, and a folder without an entry has none."""
-CEILING_OF_DOCS = 45_000
-"""How many words the pages in docs/ may have, until they have at most MOST_WORDS_OF_DOCS."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +178,8 @@ def findings(name: str) -> list[str]:
 
 
 def words_of_docs() -> int:
-    """Count the words of all pages in docs/: code is included, bars of tables and other signs are not."""
-    pages = (path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    return sum(1 for page in pages for word in page.split() if re.search(r"\w", word))
+    """Count the words of all pages in docs/ as `wc -w` does: code and bars of tables are included."""
+    return sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md"))
 
 
 def long_changes() -> list[str]:
@@ -233,13 +231,11 @@ def test_ceilings_only_shrink() -> None:
     found = {name: len(findings(name)) for name in (*PAGES, *PACKAGES)}
     lower = {name: count for name, count in found.items() if count > 0}
     assert all(found[name] >= ceiling > 0 for name, ceiling in CEILINGS.items()), f"CEILINGS = {lower}"
-    lowest = max(MOST_WORDS_OF_DOCS, words_of_docs())
-    assert CEILING_OF_DOCS - lowest < 2_000, f"CEILING_OF_DOCS is {lowest:_} or a little more"
 
 
 def test_docs_are_short() -> None:
     """All pages in docs/ together can be read in a day."""
-    assert words_of_docs() <= CEILING_OF_DOCS
+    assert words_of_docs() <= MOST_WORDS_OF_DOCS
 
 
 def test_changes_are_one_line_each() -> None:
