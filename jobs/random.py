@@ -280,7 +280,11 @@ def permutation(seed: int, epoch: int, n: int) -> Tensor:
     import torch
 
     index = torch.arange(1, n + 1, dtype=torch.int64)
-    keys = _finalise_(index.mul_(_signed(GOLDEN)).add_(_signed(mix(seed, epoch, _ORDER))))
+    # Apply `finalise` in place to int64 words, whose multiplication wraps like unsigned.
+    words = index.mul_(_signed(GOLDEN)).add_(_signed(mix(seed, epoch, _ORDER)))
+    words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(MULTIPLY_1))
+    words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(MULTIPLY_2))
+    keys = words.bitwise_xor_(_shifted(words, 31))
     # flip the sign bit, so that signed comparison gives the unsigned order
     return torch.argsort(keys.bitwise_xor_(_SIGN), stable=True)
 
@@ -292,13 +296,6 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
-
-
-def _finalise_(words: Tensor) -> Tensor:
-    """Apply `finalise` in place to int64 words, whose multiplication wraps like unsigned."""
-    words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(MULTIPLY_1))
-    words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(MULTIPLY_2))
-    return words.bitwise_xor_(_shifted(words, 31))
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:

@@ -8,7 +8,7 @@ in the log and is finished the next time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 
 from torchrelay.checkpoint.coordinator.session_log import Ledger
@@ -306,14 +306,20 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
         writer.release()
 
 
-def _check_named(view: LogView, epochs: Collection[int]) -> None:
-    """Raise UsageError for epochs that do not exist, are protected, or are needed by another epoch."""
+def _decided(
+    storage: Storage, view: LogView, keeping: Keeping
+) -> tuple[Keeping, frozenset[Key], tuple[str, ...]]:
+    """The rules with their metrics; and the newest epochs that do not let older ones be deleted.
+
+    A metric that no epoch has is an error.
+    """
+    # Raise UsageError for epochs that do not exist, are protected, or are needed by another epoch.
     entries = {entry.position.epoch: entry for entry in whole_epochs(view)}
-    if unknown := [number for number in epochs if number not in entries]:
+    if unknown := [number for number in keeping.without if number not in entries]:
         raise UnknownEpochError(
             f"epoch {unknown[0]} is not committed (epochs: {ranges(list(entries)) or 'none'})"
         )
-    named = [entries[number] for number in epochs]
+    named = [entries[number] for number in keeping.without]
     going = {entry.key for entry in named}
     for entry in named:
         number = entry.position.epoch
@@ -325,16 +331,6 @@ def _check_named(view: LogView, epochs: Collection[int]) -> None:
         if needing:
             more = ", ".join(str(one.position) for one in needing[:4])
             raise UsageError(f"epoch {number} stays: epoch {more} uses files of it; delete that one first")
-
-
-def _decided(
-    storage: Storage, view: LogView, keeping: Keeping
-) -> tuple[Keeping, frozenset[Key], tuple[str, ...]]:
-    """The rules with their metrics; and the newest epochs that do not let older ones be deleted.
-
-    A metric that no epoch has is an error.
-    """
-    _check_named(view, keeping.without)
     doubts: list[str] = []
     if keeping.best is not None:
         metrics = KnownMetrics()

@@ -34,13 +34,13 @@ from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed_all, without_prefix
 from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device
-from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, select
+from torchrelay.checkpoint.state.checkpoint_set import select, used_patterns
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, is_sharded, spec_of
 from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.restoration import restoration
-from torchrelay.checkpoint.state.tensor_memory import PlainTensors, plain_tensors
+from torchrelay.checkpoint.state.tensor_memory import plain_tensors
 from torchrelay.checkpoint.state.tree_leaves import registered_role
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import BlobError, UsageError
@@ -52,16 +52,6 @@ _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
 _ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000, values_bytes=90_000_000)
 _WITHIN = 2
 """Nesting of a value in the file: the metadata and the object of all values."""
-
-
-def _content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> ShardPart:
-    """The content of a file that has only tensors, each a blob by itself."""
-    names = list(blobs)
-    entries = whole_entries(names, plain.forms, plain.memories, kept=plain)
-    firsts = {type(tensor): tensor for tensor in blobs.values()}
-    roles = {kind: str(registered_role(tensor)) for kind, tensor in firsts.items()}
-    rows = openings(names, names, map(roles.__getitem__, map(type, blobs.values())))
-    return _one_file(entries, rows, tensor_rows(rows, plain.forms), {}, {})
 
 
 def content_of(leaves: Sequence[Leaf]) -> ShardPart:
@@ -191,12 +181,7 @@ def estimate_bytes(
 
 
 def _content(
-    blobs: Mapping[str, Any],
-    rename: Rename | None,
-    dtype: Cast,
-    selection: Selection,
-    *,
-    meta: bool = False,
+    blobs: Mapping[str, Any], rename: Rename | None, dtype: Cast, selection: Selection, *, meta: bool = False
 ) -> ShardPart:
     if not isinstance(blobs, Mapping) or not blobs:
         what = "none" if blobs == {} else type(blobs).__name__
@@ -210,9 +195,20 @@ def _content(
     alone = len(set(map(id, named.values()))) == len(named)
     simple = alone and selection.everything and not converted
     if simple and (plain := plain_tensors(named.values())) is not None:
-        return _content_of_plain(named, plain)
+        # The content of a file that has only tensors, each a blob by itself.
+        names = list(named)
+        entries = whole_entries(names, plain.forms, plain.memories, kept=plain)
+        firsts = {type(tensor): tensor for tensor in named.values()}
+        roles = {kind: str(registered_role(tensor)) for kind, tensor in firsts.items()}
+        rows = openings(names, names, map(roles.__getitem__, map(type, named.values())))
+        return _one_file(entries, rows, tensor_rows(rows, plain.forms), {}, {})
     found = leaves_of(named)
-    check_patterns_used(found, selection)
+    # Raise UsageError for a pattern that matches no leaf.
+    names = [leaf.name for leaf in found]
+    used = used_patterns(names, selection)
+    for pattern in selection.patterns:
+        if pattern not in used:
+            raise UsageError(f"no leaf matches {pattern!r}{nearest(pattern, names)}")
     leaves = select(found, named, selection)
     if not converted:
         return content_of(leaves)

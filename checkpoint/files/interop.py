@@ -71,11 +71,7 @@ from torchrelay.records import dataclass
 
 
 def content_of(
-    checkpoint: Checkpoint,
-    blobs: str | Sequence[str] | None,
-    prefix: str,
-    dtype: Cast,
-    nodes: Nodes = None,
+    checkpoint: Checkpoint, blobs: str | Sequence[str] | None, prefix: str, dtype: Cast, nodes: Nodes = None
 ) -> ExportContent:
     """Tensors and values by pattern; by default all but random states, and values that differ by node.
 
@@ -269,7 +265,12 @@ def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:
     owners: dict[str, None] = {}
     flat = any(isinstance(value, torch.Tensor) for value in tree.values())
     for name, value in tree.items():
-        if is_state_dict(value):
+        if (
+            isinstance(value, Mapping)
+            and all(isinstance(name, str) and name for name in value)
+            and any(isinstance(one, torch.Tensor) for one in value.values())
+            and not any(isinstance(one, (Mapping, list, tuple)) for one in value.values())
+        ):
             for key, one in value.items():
                 found += _entry(f"{name}.{key}", name, one)
             owners[name] = None
@@ -296,16 +297,6 @@ def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:
             raise UsageError(f"two tensors or values would be called {leaf.name!r}: choose another blob name")
         seen.add(leaf.name)
     return _tied(found)
-
-
-def is_state_dict(value: Any) -> bool:
-    """Whether this is a mapping of texts to tensors (and a few plain values)."""
-    return (
-        isinstance(value, Mapping)
-        and all(isinstance(name, str) and name for name in value)
-        and any(isinstance(one, torch.Tensor) for one in value.values())
-        and not any(isinstance(one, (Mapping, list, tuple)) for one in value.values())
-    )
 
 
 def _entry(name: str, blob: str, value: Any) -> Iterator[Leaf]:

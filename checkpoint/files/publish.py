@@ -156,7 +156,12 @@ def publish(
             if directory or several:
                 temporary.mkdir()
             write(temporary)
-            _sync_tree(temporary)
+            for one in [*temporary.rglob("*"), temporary]:
+                if one.is_dir():
+                    sync_directory(one)
+                    continue
+                with one.open("rb") as file:
+                    os.fsync(file.fileno())
             if directory:
                 temporary.rename(place)
             elif several:
@@ -193,15 +198,6 @@ def _name_several(folder: Path, place: Path, *, overwrite: bool) -> None:
         raise
 
 
-def _sync_tree(path: Path) -> None:
-    for one in [*path.rglob("*"), path]:
-        if one.is_dir():
-            sync_directory(one)
-            continue
-        with one.open("rb") as file:
-            os.fsync(file.fileno())
-
-
 def _send(
     url: str, write: Callable[[Path], object], *, overwrite: bool, directory: bool, several: bool
 ) -> None:
@@ -231,7 +227,15 @@ def fetched(place: Path | str, what: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as scratch:
         copy = Path(scratch) / Path(name).name
         for path in _files(storage, name):
-            _fetch(storage, path, copy.joinpath(*path.split("/")[1:]))
+            target = copy.joinpath(*path.split("/")[1:])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            size = storage.stat(path) or 0
+            with target.open("xb") as file:
+                for at in range(0, size, _PIECE_BYTES):
+                    data = storage.read_range(path, at, _PIECE_BYTES)
+                    if len(data) != min(_PIECE_BYTES, size - at):
+                        raise StorageError(f"{storage.url}/{path} ended while it was read: try again")
+                    file.write(data)
         if not copy.exists():
             raise UsageError(f"{storage.url}/{name} does not exist: give {what}")
         try:
@@ -246,14 +250,3 @@ def _files(storage: ObjectStorage, path: str) -> Iterator[str]:
         return
     for name in storage.list(path):
         yield from _files(storage, f"{path}/{name}")
-
-
-def _fetch(storage: ObjectStorage, path: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    size = storage.stat(path) or 0
-    with target.open("xb") as file:
-        for at in range(0, size, _PIECE_BYTES):
-            data = storage.read_range(path, at, _PIECE_BYTES)
-            if len(data) != min(_PIECE_BYTES, size - at):
-                raise StorageError(f"{storage.url}/{path} ended while it was read: try again")
-            file.write(data)

@@ -307,20 +307,7 @@ def read_huggingface(directory: Path) -> Incoming:
         if not (directory / ONE).is_file():
             raise UsageError(f"{directory} has neither {INDEX} nor {ONE}: give a directory with one of them")
         return read_safetensors(directory / ONE)
-    weight_map = _weight_map(directory / INDEX)
-    files = {file: read_safetensors(directory / file) for file in sorted(set(weight_map.values()))}
-    tree = {}
-    for name, file in weight_map.items():
-        where = files[file]
-        stored = where.ties.get(name, name)
-        if stored not in where.tree:
-            raise DamagedError(f"{directory / file} does not hold {name!r}, which the index puts there")
-        tree[name] = where.tree[stored]
-    ties = {name: kept for one in files.values() for name, kept in one.ties.items() if kept in tree}
-    return Incoming(tree, {name: kept for name, kept in ties.items() if name not in tree})
-
-
-def _weight_map(path: Path) -> dict[str, str]:
+    path = directory / INDEX
     try:
         if path.stat().st_size > _INDEX_LIMIT:
             raise FormatError(f"{path} is too large for an index")
@@ -339,4 +326,14 @@ def _weight_map(path: Path) -> dict[str, str]:
     )
     if not sound:
         raise FormatError(f"{path}: the weight_map names files outside of its directory")
-    return dict(found)
+    weight_map = dict(found)
+    files = {file: read_safetensors(directory / file) for file in sorted(set(weight_map.values()))}
+    tree = {}
+    for name, file in weight_map.items():
+        where = files[file]
+        stored = where.ties.get(name, name)
+        if stored not in where.tree:
+            raise DamagedError(f"{directory / file} does not hold {name!r}, which the index puts there")
+        tree[name] = where.tree[stored]
+    ties = {name: kept for one in files.values() for name, kept in one.ties.items() if kept in tree}
+    return Incoming(tree, {name: kept for name, kept in ties.items() if name not in tree})

@@ -36,7 +36,25 @@ DEPTH_LIMIT = 128
 
 def dumps(value: Json, *, within: int = 0) -> bytes:
     """Write canonical JSON within `within` containers; raises UsageError for what `loads` would refuse."""
-    many = _check_writable(value, within) > _AT_ONCE
+    # Raise UsageError for values that JSON cannot hold; returns their number.
+    count = 0
+    for level, (items, kinds) in enumerate(_layers(value), within + 1):
+        if level > DEPTH_LIMIT:
+            raise UsageError(f"nested deeper than {DEPTH_LIMIT} levels (or a cycle): not canonical JSON")
+        count += len(items)
+        if unknown := kinds - _KINDS:
+            kind = unknown.pop()
+            raise UsageError(f"{kind.__module__}.{kind.__qualname__} is not JSON")
+        if int in kinds and (number := _too_large(items, kinds)) is not None:
+            raise UsageError(f"an integer of {number.bit_length()} bits is not JSON: use its tagged form")
+        if float in kinds and (wrong := _not_finite(items)) is not None:
+            raise UsageError(f"{wrong} is not JSON: use its tagged form")
+        if dict in kinds:
+            keys = chain.from_iterable(item for item in items if type(item) is dict)
+            for key in keys:
+                if type(key) is not str:
+                    raise UsageError(f"a JSON object has string keys, not {key!r}")
+    many = count > _AT_ONCE
     text = _in_parts(value) if many else _ENCODER.encode(value)
     try:
         return text.encode("utf-8")
@@ -69,7 +87,13 @@ def loads(
         raise DamagedError(f"{what}: {error}") from None
     if again:
         return value
-    _check_readable(value, depth, what)
+    for level, (items, kinds) in enumerate(_layers(value), 1):
+        if level > depth and kinds & _CONTAINERS:
+            raise DamagedError(f"{what}: nested deeper than {depth} levels")
+        if int in kinds and _too_large(items, kinds) is not None:
+            raise DamagedError(f"{what}: an integer is 2**53 or more")
+        if float in kinds and _not_finite(items) is not None:
+            raise DamagedError(f"{what}: a number is out of range")
     if "\\" in text and _SURROGATE.search(text) and (place := _lone_surrogate(value)):
         raise DamagedError(f"{what}: {place} has a lone surrogate, which UTF-8 cannot hold")
     return value
@@ -130,38 +154,6 @@ def _in_parts(value: Json) -> str:
     else:
         parts = list(map(_in_parts, items))
     return f"{{{','.join(parts)}}}" if mapping else f"[{','.join(parts)}]"
-
-
-def _check_writable(value: Json, within: int) -> int:
-    """Raise UsageError for values that JSON cannot hold; returns their number."""
-    count = 0
-    for level, (items, kinds) in enumerate(_layers(value), within + 1):
-        if level > DEPTH_LIMIT:
-            raise UsageError(f"nested deeper than {DEPTH_LIMIT} levels (or a cycle): not canonical JSON")
-        count += len(items)
-        if unknown := kinds - _KINDS:
-            kind = unknown.pop()
-            raise UsageError(f"{kind.__module__}.{kind.__qualname__} is not JSON")
-        if int in kinds and (number := _too_large(items, kinds)) is not None:
-            raise UsageError(f"an integer of {number.bit_length()} bits is not JSON: use its tagged form")
-        if float in kinds and (wrong := _not_finite(items)) is not None:
-            raise UsageError(f"{wrong} is not JSON: use its tagged form")
-        if dict in kinds:
-            keys = chain.from_iterable(item for item in items if type(item) is dict)
-            for key in keys:
-                if type(key) is not str:
-                    raise UsageError(f"a JSON object has string keys, not {key!r}")
-    return count
-
-
-def _check_readable(value: Json, depth: int, what: str) -> None:
-    for level, (items, kinds) in enumerate(_layers(value), 1):
-        if level > depth and kinds & _CONTAINERS:
-            raise DamagedError(f"{what}: nested deeper than {depth} levels")
-        if int in kinds and _too_large(items, kinds) is not None:
-            raise DamagedError(f"{what}: an integer is 2**53 or more")
-        if float in kinds and _not_finite(items) is not None:
-            raise DamagedError(f"{what}: a number is out of range")
 
 
 def _layers(value: Json) -> Iterator[tuple[list[Json], set[type]]]:

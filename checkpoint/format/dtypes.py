@@ -304,14 +304,6 @@ def all_in_memory(strided: Sequence[torch.Tensor]) -> bool:
     return all(map(has_memory, strided))
 
 
-def memories_of(in_order: Sequence[torch.Tensor]) -> list[Memory]:
-    """The bytes of each, valid as long as the tensors are alive."""
-    import torch
-
-    sizes = list(map(attrgetter("nbytes"), in_order))
-    return memories_at(list(map(torch.Tensor.data_ptr, in_order)), sizes)
-
-
 def memories_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[Memory]:
     """Memory that the caller keeps alive."""
     kinds = {size: ctypes.c_ubyte * size for size in set(sizes)}

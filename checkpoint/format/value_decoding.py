@@ -209,7 +209,13 @@ def _decode(json: Json, by: _Readers) -> Any:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](_items(content, by))
     if kind in _MAPPINGS:
-        return _mapping(_MAPPINGS[kind](), content, by)
+        empty = _MAPPINGS[kind]()
+        for key, item in content:
+            # Not update(): Counter.update would add, and need numbers.
+            empty[_decode(key, by)] = _decode(item, by)
+        if len(empty) != len(content):
+            raise DamagedError("a stored dict has a key twice")
+        return empty
     raise FormatError(f"a stored value is of kind {kind!r}, unknown to this torchrelay: use a newer one")
 
 
@@ -217,15 +223,6 @@ def _items(json: list[Json], by: _Readers) -> list[Any]:
     if set(map(type, json)).isdisjoint((list, dict)):
         return list(json)
     return [_decode(item, by) for item in json]
-
-
-def _mapping(empty: dict[Any, Any], pairs: Json, by: _Readers) -> dict[Any, Any]:
-    for key, item in pairs:
-        # Not update(): Counter.update would add, and need numbers.
-        empty[_decode(key, by)] = _decode(item, by)
-    if len(empty) != len(pairs):
-        raise DamagedError("a stored dict has a key twice")
-    return empty
 
 
 def _bytes(content: str) -> bytes:

@@ -244,32 +244,28 @@ def repair(storage: Storage, *, delete: bool = False, patience_secs: float = PAT
     found = take_inventory(storage) if before.view is None else before
     acting = {"mend", "delete"} if delete else {"mend"}
     if any(one.does in acting and one.kind != "base" for one in found.findings):
-        _as_owner(storage, found, delete=delete, patience_secs=patience_secs)
+        # Repair as holder of the log; takeover and release write hint and counter again.
+        refuse_part(storage)
+        check_exclusion(storage)
+        writer = LogWriter.take(storage, open_log(storage).job_name, patience_secs=patience_secs)
+        try:
+            delete_retired(writer)
+            if delete:
+                delete_orphans(writer)
+                # Files from before our takeover that no record refers to since.
+                now = {(one.kind, one.path) for one in take_inventory(storage).findings}
+                own = [one for one in found.findings if one.kind in ("temporary", "unused base")]
+                gone = [one.path for one in own if (one.kind, one.path) in now]
+                for path in gone:
+                    storage.delete(path)
+                if gone:
+                    storage.sync_dir(LOG)
+        finally:
+            writer.release()
     after = take_inventory(storage)
     known = {(one.kind, one.path) for one in before.findings}
     new = tuple(one for one in found.findings if (one.kind, one.path) not in known)
     return Repaired(Inventory((*before.findings, *new), found.view, before.history), after)
-
-
-def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs: float) -> None:
-    """Repair as holder of the log; takeover and release write hint and counter again."""
-    refuse_part(storage)
-    check_exclusion(storage)
-    writer = LogWriter.take(storage, open_log(storage).job_name, patience_secs=patience_secs)
-    try:
-        delete_retired(writer)
-        if delete:
-            delete_orphans(writer)
-            # Files from before our takeover that no record refers to since.
-            now = {(one.kind, one.path) for one in take_inventory(storage).findings}
-            own = [one for one in found.findings if one.kind in ("temporary", "unused base")]
-            gone = [one.path for one in own if (one.kind, one.path) in now]
-            for path in gone:
-                storage.delete(path)
-            if gone:
-                storage.sync_dir(LOG)
-    finally:
-        writer.release()
 
 
 NOTES = "notes"

@@ -362,19 +362,16 @@ def _figures(a: Array, b: Array) -> tuple[float, ...]:
     (left, power_a), (right, power_b) = safe(one, a), safe(other, b)
     norm_a, norm_b = math.sqrt(inner(left, left)), math.sqrt(inner(right, right))
     along = inner(left, right) / (norm_a * norm_b) if norm_a and norm_b else 0.0
-    apart, power = _difference(a, b, one, other)
+    # The difference of reals of a and b, and the power of two by which it is divided.
+    if a.dtype.kind in "iu" and a.dtype.itemsize == 8:
+        first, second = a.view(np.uint64), b.view(np.uint64)  # exact before they are rounded
+        apart, power = np.where(a > b, first - second, second - first).astype(np.float64), 0
+    elif is_wide(a) and max(largest(one), largest(other)) > _LARGE:
+        apart, power = other / 4 - one / 4, 2
+    else:
+        apart, power = other - one, 0
     distance, more = safe(apart, a)
     norms = (unscaled(norm_a, power_a), unscaled(norm_b, power_b))
     size = unscaled(math.sqrt(inner(distance, distance)), power + more)
     most = float(np.abs(apart.view(np.complex128)).max()) if np.iscomplexobj(a) else largest(apart)
     return (*norms, size, unscaled(most, power), *norms, min(1.0, max(-1.0, along)))
-
-
-def _difference(a: Array, b: Array, one: Array, other: Array) -> tuple[Array, int]:
-    """The difference of reals of a and b, and the power of two by which it is divided."""
-    if a.dtype.kind in "iu" and a.dtype.itemsize == 8:
-        first, second = a.view(np.uint64), b.view(np.uint64)  # exact before they are rounded
-        return np.where(a > b, first - second, second - first).astype(np.float64), 0
-    if is_wide(a) and max(largest(one), largest(other)) > _LARGE:
-        return other / 4 - one / 4, 2
-    return other - one, 0

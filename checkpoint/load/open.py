@@ -19,7 +19,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import FILE, NOTES, CountingStorage, is_url, joined, storage_of
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
 from torchrelay.jobs.runtime import is_directory
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 Best = tuple[str, str]
 Say = Callable[[str], None]
@@ -78,9 +78,13 @@ def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
 
 def _best_at(run: Storage) -> Best | None:
     try:
-        said = json.loads(run.read_range("run.json", 0, run.stat("run.json") or 0)).get("best")
+        return best_in(json.loads(run.read_range("run.json", 0, run.stat("run.json") or 0)).get("best"))
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
+
+
+def best_in(said: Json) -> Best | None:
+    """The metric and direction that `run.json` calls best; None for anything odd."""
     good = (
         isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] in ("min", "max")
     )

@@ -240,7 +240,15 @@ class _Choice:
         own = {name: self.own_row(self.manifest.rows[name]) for name in unit}
         member = self.members.get(leaves[0].blob)
         if member is None or not member.registered:
-            self._decide_unregistered(own)
+            # Leave what `init` made to its owners, if all are here; what others register, they decide.
+            blob, made = self._first(next(iter(own))).blob, self.manifest.facts.made_by_init
+            if blob in self.anywhere and made is not None and blob not in made:
+                return
+            owners = {node for name in own for node in self._owners(name)}
+            if owners <= set(self.nodes) and len(owners) < len(self.manifest.world.nodes):
+                self._take_own(own)
+            elif blob not in self.anywhere:
+                self._refuse(list(own))
         elif callable(member.reshard):
             for leaf in leaves:
                 self._compute(leaf, member.reshard)
@@ -253,17 +261,6 @@ class _Choice:
             self._refuse(unit)
         else:
             self._take_own(own)
-
-    def _decide_unregistered(self, own: Mapping[str, int | None]) -> None:
-        """Leave what `init` made to its owners, if all are here; what others register, they decide."""
-        blob, made = self._first(next(iter(own))).blob, self.manifest.facts.made_by_init
-        if blob in self.anywhere and made is not None and blob not in made:
-            return
-        owners = {node for name in own for node in self._owners(name)}
-        if owners <= set(self.nodes) and len(owners) < len(self.manifest.world.nodes):
-            self._take_own(own)
-        elif blob not in self.anywhere:
-            self._refuse(list(own))
 
     def _take_own(self, own: Mapping[str, int | None]) -> None:
         for name, row in own.items():

@@ -378,7 +378,22 @@ def verify_together(
             if again.outcome is VerificationStatus.DAMAGED:  # one is enough
                 break
         answers = peers.exchange(f"verify epoch {entry.position} again", found, deadline_secs=deadline_secs)
-        return _judged(seen, damaged, {rank: answer for part in answers for rank, *answer in part})
+        answered = {rank: answer for part in answers for rank, *answer in part}
+        for one in damaged:
+            if answered.get(one.rank, ("", ""))[0] == VerificationStatus.DAMAGED.value:
+                witness = seen[_witness(seen, one)]
+                return JointResult(
+                    VerificationStatus.DAMAGED, f"{one}, and by rank {witness.rank} on {witness.host} too"
+                )
+        first = damaged[0]
+        witness = seen[_witness(seen, first)]
+        outcome, reason = answered[first.rank]
+        what = f"could not verify it: {reason}"
+        if outcome == VerificationStatus.VERIFIED.value:
+            what = "sees no damage"
+        return JointResult(
+            VerificationStatus.UNKNOWN, f"{first}, but rank {witness.rank} on {witness.host} {what}"
+        )
     for outcome in (VerificationStatus.DAMAGED, VerificationStatus.UNKNOWN):
         for one in seen:
             if one.outcome is outcome:
@@ -390,24 +405,6 @@ def verify_together(
 
 def _witness(seen: Sequence[_Seen], damaged: _Seen) -> int:
     return next(one.rank for one in seen if one.host != damaged.host)
-
-
-def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, Any]) -> JointResult:
-    for one in damaged:
-        if again.get(one.rank, ("", ""))[0] == VerificationStatus.DAMAGED.value:
-            witness = seen[_witness(seen, one)]
-            return JointResult(
-                VerificationStatus.DAMAGED, f"{one}, and by rank {witness.rank} on {witness.host} too"
-            )
-    first = damaged[0]
-    witness = seen[_witness(seen, first)]
-    outcome, reason = again[first.rank]
-    what = f"could not verify it: {reason}"
-    if outcome == VerificationStatus.VERIFIED.value:
-        what = "sees no damage"
-    return JointResult(
-        VerificationStatus.UNKNOWN, f"{first}, but rank {witness.rank} on {witness.host} {what}"
-    )
 
 
 @dataclass(frozen=True)

@@ -179,10 +179,25 @@ def _read_from(storage: Storage, job: JobFile, newest: int) -> Tail:
         raise _MovedError
     record, notices = _newest_valid(storage, job, newest)
     job = job.as_repeated(record.state.holder)
-    notices = (*notices, *_check_chain(storage, job, record, newest))
+    # Two intact records that contradict each other mean that the log is a mixture of two histories. A missing
+    # or damaged predecessor is a notice, because the newer record has everything that is live.
+    doubts: list[str] = []
+    link: Link | None = Link(record.generation, record.previous_sha256)
+    for slot in range(record.slot - 1, chain_end(record.slot) - 1, -1):
+        data, newer, link = _bytes_of(storage, slot), link, None
+        if data is None:
+            _check_not_moved(storage, newest)
+            doubts.append(f"{slot_path(slot)} is missing; newer records do not need it")
+            continue
+        try:
+            link = decode_link(data, slot=slot, job=job.uuid)
+        except DamagedError as error:
+            doubts.append(f"{error}; newer records do not need it")
+        else:
+            _check_link(storage, newer, link, canonical_json.sha256(data), slot)
     empty = Tail(job, LogView(), newest + 1, canonical_json.sha256(newest_bytes))
     try:
-        return _with_record(storage, empty, record, notices)
+        return _with_record(storage, empty, record, (*notices, *doubts))
     except DamagedError:
         _check_not_moved(storage, newest)  # thinning deletes old base files too
         raise
@@ -252,29 +267,6 @@ def _read_base(storage: Storage, record: Record, ref: BaseRef, known: Base | Non
             why = f"{storage.url}/{ref.path} is missing: restore it from a copy"
             raise (error if isinstance(error, DamagedError) else DamagedError(why)) from None
         return Base(ref, {entry.key: entry for entry in decode_base(lost.data, ref)}, lost)
-
-
-def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) -> tuple[str, ...]:
-    """Check the predecessors of a record; returns notices.
-
-    Raises DamagedError if two intact records contradict each other: the log is a mixture of two histories. A
-    missing or damaged predecessor is a notice, because the newer record has everything that is live.
-    """
-    notices: list[str] = []
-    link: Link | None = Link(record.generation, record.previous_sha256)
-    for slot in range(record.slot - 1, chain_end(record.slot) - 1, -1):
-        data, newer, link = _bytes_of(storage, slot), link, None
-        if data is None:
-            _check_not_moved(storage, newest)
-            notices.append(f"{slot_path(slot)} is missing; newer records do not need it")
-            continue
-        try:
-            link = decode_link(data, slot=slot, job=job.uuid)
-        except DamagedError as error:
-            notices.append(f"{error}; newer records do not need it")
-        else:
-            _check_link(storage, newer, link, canonical_json.sha256(data), slot)
-    return tuple(notices)
 
 
 def _check_not_moved(storage: Storage, newest: int) -> None:

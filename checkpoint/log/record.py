@@ -108,7 +108,8 @@ def encode(record: Record) -> bytes:
 
 def record_json(record: Record) -> dict[str, Json]:
     """All fields of a record's file."""
-    state = record.state
+    state, base = record.state, record.base
+    gone = [key_json(key) for key in base.gone] if base else []
     return {
         **record.extra,
         "format": stamp(),
@@ -121,8 +122,16 @@ def record_json(record: Record) -> dict[str, Json]:
         "written": record.written,
         "payload": dict(record.payload),
         "live": [entry_json(entry) for entry in state.entries],
-        "base": None if record.base is None else _base_json(record.base),
-        "branches": [_branch_json(branch) for branch in state.branches],
+        "base": base and {"name": base.name, "bytes": base.nbytes, "sha256": base.sha256, "gone": gone},
+        "branches": [
+            {
+                "id": branch.id,
+                "parent": branch.parent,
+                "base": position_json(branch.base),
+                "request": None if branch.request is None else dict(branch.request),
+            }
+            for branch in state.branches
+        ],
         "branch": state.current,
         "next_branch": state.next_branch,
         "marks": [{"kind": mark.kind, "name": mark.name, **key_json(mark.target)} for mark in state.marks],
@@ -151,11 +160,30 @@ def decode(data: bytes, *, slot: int, job: str | None) -> Record:
         previous_sha256=fields.optional("previous_sha256", fields.text),
         written=fields.text("written"),
         payload=fields.fields("payload").values,
-        state=_state(fields),
+        state=State(
+            entries=fields.each("live", _entry),
+            branches=fields.each("branches", _branch),
+            current=fields.integer("branch"),
+            next_branch=fields.integer("next_branch", minimum=1),
+            marks=fields.each("marks", _mark),
+            retiring=fields.each("retiring", retirement_of),
+            holder=fields.fields("holder").values,
+            released=fields.flag("released"),
+        ),
         base=fields.optional("base", lambda key: _base(fields.fields(key))),
         extra=fields.rest(_RECORD_KEYS),
     )
-    _check_consistent(record, fields)
+    takeover = record.generation == record.slot
+    if record.generation > record.slot or takeover != (record.kind == "takeover"):
+        raise fields.wrong("generation")
+    if (record.previous_sha256 is None) != (record.slot == 0):
+        raise fields.wrong("previous_sha256")
+    ids = {branch.id for branch in record.state.branches}
+    known = {record.state.current} | {branch.parent for branch in record.state.branches} - {None}
+    if not known <= ids or any(one >= record.state.next_branch for one in ids):
+        raise fields.wrong("branches")
+    if any(entry.branch not in ids for entry in record.state.entries):
+        raise fields.wrong("live")
     return record
 
 
@@ -201,33 +229,6 @@ def _opened(data: bytes, slot: int, job: str | None, what: str) -> Fields:
     if fields.text("job") != (job or fields.text("job")):
         raise DamagedError(f"{what} is of another job (uuid {fields.text('job')}, not {job})")
     return fields
-
-
-def _check_consistent(record: Record, fields: Fields) -> None:
-    takeover = record.generation == record.slot
-    if record.generation > record.slot or takeover != (record.kind == "takeover"):
-        raise fields.wrong("generation")
-    if (record.previous_sha256 is None) != (record.slot == 0):
-        raise fields.wrong("previous_sha256")
-    ids = {branch.id for branch in record.state.branches}
-    known = {record.state.current} | {branch.parent for branch in record.state.branches} - {None}
-    if not known <= ids or any(one >= record.state.next_branch for one in ids):
-        raise fields.wrong("branches")
-    if any(entry.branch not in ids for entry in record.state.entries):
-        raise fields.wrong("live")
-
-
-def _state(fields: Fields) -> State:
-    return State(
-        entries=fields.each("live", _entry),
-        branches=fields.each("branches", _branch),
-        current=fields.integer("branch"),
-        next_branch=fields.integer("next_branch", minimum=1),
-        marks=fields.each("marks", _mark),
-        retiring=fields.each("retiring", retirement_of),
-        holder=fields.fields("holder").values,
-        released=fields.flag("released"),
-    )
 
 
 def key_json(key: Key) -> dict[str, Json]:
@@ -291,11 +292,6 @@ def position_json(position: Position | None) -> Json:
     return None if position is None else {"epoch": position.epoch, "step": position.step}
 
 
-def _branch_json(branch: Branch) -> dict[str, Json]:
-    request = None if branch.request is None else dict(branch.request)
-    return {"id": branch.id, "parent": branch.parent, "base": position_json(branch.base), "request": request}
-
-
 def _branch(fields: Fields) -> Branch:
     return Branch(
         id=fields.integer("id"),
@@ -324,11 +320,6 @@ def retirement_json(one: Retirement) -> dict[str, Json]:
 def retirement_of(fields: Fields) -> Retirement:
     """Read what `retirement_json` made."""
     return Retirement(_attempt_name(fields), fields.optional("groups", fields.texts))
-
-
-def _base_json(ref: BaseRef) -> dict[str, Json]:
-    gone = [key_json(key) for key in ref.gone]
-    return {"name": ref.name, "bytes": ref.nbytes, "sha256": ref.sha256, "gone": gone}
 
 
 def _base(fields: Fields) -> BaseRef:

@@ -146,7 +146,15 @@ def _said(step: _Step) -> str:
     if kind == "commit":
         return _committed(step, _key(payload.get("entry")))
     if kind == "rewind":
-        return _abandoned(step)
+        state = step.record.state
+        seen = {entry.key for entry in line_of(step.before, step.before.current) if step.means(entry.key)}
+        if not seen - {entry.key for entry in line_of(state, state.current)}:
+            return ""
+        began = branch_of(state, state.current)
+        request = step.record.payload.get("request")
+        why = "after damage" if isinstance(request, Mapping) and request.get("fallback") else "by a rewind"
+        where = "a fresh start" if began is None or began.base is None else f"epoch {began.base}"
+        return f"abandoned {why}: branch {state.current} began at {where}"
     if kind == "retire":
         return _retired(step)
     if kind == "quarantine" and step.means(_key(payload)):
@@ -189,18 +197,6 @@ def _retired(step: _Step) -> str:
         where = f" (on branch {on})" if on is not None else ""
         return f"{what} retired by {by}{where}"
     return ""
-
-
-def _abandoned(step: _Step) -> str:
-    state = step.record.state
-    seen = {entry.key for entry in line_of(step.before, step.before.current) if step.means(entry.key)}
-    if not seen - {entry.key for entry in line_of(state, state.current)}:
-        return ""
-    began = branch_of(state, state.current)
-    request = step.record.payload.get("request")
-    why = "after damage" if isinstance(request, Mapping) and request.get("fallback") else "by a rewind"
-    where = "a fresh start" if began is None or began.base is None else f"epoch {began.base}"
-    return f"abandoned {why}: branch {state.current} began at {where}"
 
 
 def committed(state: State, entry: CommittedPosition) -> State:

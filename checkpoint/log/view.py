@@ -18,14 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.format.position import (
-    Branch,
-    CommittedPosition,
-    Facts,
-    Key,
-    Position,
-    State,
-)
+from torchrelay.checkpoint.format.position import Branch, CommittedPosition, Facts, Key, Position, State
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.records import Json, dataclass
 
@@ -176,7 +169,14 @@ def find_tail(exists: Exists, hint: int | None = None) -> int | None:
     if not exists(0):
         first = _beyond_hole(exists, 0)
         return None if first is None else _walk(exists, first)
-    return _walk(exists, _last_multiple(exists))
+    high = 1
+    while exists(high * STRIDE):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if exists(middle * STRIDE) else (low, middle)
+    return _walk(exists, low * STRIDE)
 
 
 def floor(slot: int) -> int:
@@ -187,17 +187,6 @@ def floor(slot: int) -> int:
 def chain_end(slot: int) -> int:
     """The last slot to which the predecessors of `slot` are checked: the last multiple of 256 below it."""
     return floor(slot - 1) if slot else 0
-
-
-def _last_multiple(exists: Exists) -> int:
-    high = 1
-    while exists(high * STRIDE):
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if exists(middle * STRIDE) else (low, middle)
-    return low * STRIDE
 
 
 def _walk(exists: Exists, slot: int) -> int:
@@ -297,7 +286,18 @@ def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPositio
     if found is not None:
         return found
     of_branch = "" if wish.branch is None else f" of branch {wish.branch}"
-    there_is = _there_is(view, line, wish.epoch)
+    parts = [f"there are epochs {_nearby(line, wish.epoch)}"] if line else []
+    seen = {entry.key for entry in line}
+    others: dict[int, list[CommittedPosition]] = {}
+    for entry in view.entries:
+        if entry.key not in seen and entry.position.boundary:
+            others.setdefault(entry.branch, []).append(entry)
+    for branch, entries in sorted(others.items()):
+        first = entries[0].position.epoch
+        parts.append(
+            f"on branch {branch} also {_nearby(entries, wish.epoch)} (write {first},branch={branch})"
+        )
+    there_is = "; ".join(parts) or "nothing is committed yet"
     raise UnknownEpochError(f"no epoch {wish.epoch}{of_branch} in {place}: {there_is}")
 
 
@@ -308,19 +308,6 @@ def best_first(
     sign = -1.0 if mode == "max" else 1.0
     scored = [entry for entry in line if math.isfinite(metrics.get(entry.attempt_name, math.nan))]
     return sorted(scored, key=lambda entry: (sign * metrics[entry.attempt_name], entry.position))
-
-
-def _there_is(view: LogView, line: Sequence[CommittedPosition], wish: int | None) -> str:
-    parts = [f"there are epochs {_nearby(line, wish)}"] if line else []
-    seen = {entry.key for entry in line}
-    others: dict[int, list[CommittedPosition]] = {}
-    for entry in view.entries:
-        if entry.key not in seen and entry.position.boundary:
-            others.setdefault(entry.branch, []).append(entry)
-    for branch, entries in sorted(others.items()):
-        first = entries[0].position.epoch
-        parts.append(f"on branch {branch} also {_nearby(entries, wish)} (write {first},branch={branch})")
-    return "; ".join(parts) or "nothing is committed yet"
 
 
 def _nearby(entries: Sequence[CommittedPosition], wish: int | None) -> str:

@@ -161,7 +161,16 @@ class Engine:
             registered = {name for name, entry in entries.items() if entry.blob is not None}
             check_recreatable({name: entry.value for name, entry in entries.items()}, registered)
             check_remade(entries, registered, self.selection)
-            self._check_placed(place, workspace)
+            # Raise for tensors that `init` sharded: a resume skips `init` and would use unsharded ones.
+            start = self._histories[place.name].start
+            placed = start.placed(NodeStructure(built_by_program(workspace))) if start else []
+            if names := [name for name in placed if self.selection.saves(name)]:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise BlobError(
+                    f"{', '.join(names[:3])}{more} of {place} was sharded, or gathered, in init, which a "
+                    "resume skips: call fully_shard, parallelize_module and the like where the job is built "
+                    "or in @job.setup"
+                )
             return entries.keys() - registered
 
         self._fix(session, look)
@@ -190,18 +199,6 @@ class Engine:
         self._made_by_init = tuple(sorted({name for made, _ in answers for name in made}))
         self._registered = frozenset(name for _, here in answers for name in here)
         self.members = found
-
-    def _check_placed(self, place: NodePlace, workspace: Workspace) -> None:
-        """Raise for tensors that `init` sharded: a resume skips `init` and would use unsharded ones."""
-        start = self._histories[place.name].start
-        placed = start.placed(NodeStructure(built_by_program(workspace))) if start else []
-        if names := [name for name in placed if self.selection.saves(name)]:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise BlobError(
-                f"{', '.join(names[:3])}{more} of {place} was sharded, or gathered, in init, which a "
-                "resume skips: call fully_shard, parallelize_module and the like where the job is built "
-                "or in @job.setup"
-            )
 
     def seal_like(self, session: Session, manifest: Manifest) -> None:
         """Fix the set to the blobs of a manifest and those registered now."""
@@ -260,7 +257,17 @@ class Engine:
             forced = frozenset(one.name for one in members if one.scope is Scope.REPLICATED)
             demoted, whole = self._replicas.run(everybody, forced, failed=failed)
             self._unsaved.patterns(session, states, position)
-            self._demote(demoted, say=session.peers.rank == 0)
+            # Save leaves that differ per node from now on, except gradients, which each save checks.
+            names = frozenset(name for name in demoted if not name.startswith(GRADIENTS))
+            self._demoted |= names
+            kept = (self.members or {}).values()
+            names -= {name for members in kept for name, member in members.items() if member.generator}
+            names = frozenset(name for name in names if not name.endswith(f".{PARAMS}"))
+            if names and session.peers.rank == 0:
+                warn(
+                    f"{', '.join(sorted(names))} {'differs' if len(names) == 1 else 'differ'} between nodes: "
+                    "saved per node from now on; register with scope='rank' to avoid this warning"
+                )
             saved = self._saved(session)
             job = everybody.of_nodes({one.rank: saved.get(one.name) for one in session.nodes})
             plan = make_plan(job := job.with_rank_scope(self._demoted | demoted), self._exchange)
@@ -361,20 +368,6 @@ class Engine:
             return (), error
         return tuple(states), None
 
-    def _demote(self, names: frozenset[str], *, say: bool) -> None:
-        """Save leaves that differ per node from now on, except gradients, which each save checks."""
-        names = frozenset(name for name in names if not name.startswith(GRADIENTS))
-        self._demoted |= names
-        kept = (self.members or {}).values()
-        names -= {name for members in kept for name, member in members.items() if member.generator}
-        names = frozenset(name for name in names if not name.endswith(f".{PARAMS}"))
-        if names and say:
-            warn(
-                f"{', '.join(sorted(names))} {'differs' if len(names) == 1 else 'differ'} between nodes: "
-                "saved per node from now on; register with scope='rank' to avoid this warning",
-                stacklevel=2,
-            )
-
     # Loading
 
     @undisturbed()
@@ -395,7 +388,15 @@ class Engine:
         )  # fmt: skip
         self._streams, self._gradients, stats, changes = load_all(job)
         self._took("checkpoint_load", stats)
-        self._report_changes(session, changes.lines(target.position))
+        # Report once what a load changed because the program differs; all processes have the same lines.
+        lines = [one for one in changes.lines(target.position) if one not in self._reported_changes]
+        self._reported_changes.update(lines)
+        if self.say is not None:
+            for line in lines:
+                self.say(line)
+        elif session.peers.rank == 0:
+            for line in lines:
+                warn(line)
         registered = frozenset(name for known in members.values() for name in known)
         today = renamed_manifest(target.manifest, self.resume.rename, registered)
         wrappers = frozenset(leaf.name for leaf in today.leaves if leaf.role == "subclass")
@@ -403,17 +404,6 @@ class Engine:
             self._histories[place.name].shown = wrappers
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)
-
-    def _report_changes(self, session: Session, lines: Sequence[str]) -> None:
-        """Report once what a load changed because the program differs; all processes have the same lines."""
-        lines = [line for line in lines if line not in self._reported_changes]
-        self._reported_changes.update(lines)
-        if self.say is not None:
-            for line in lines:
-                self.say(line)
-        elif session.peers.rank == 0:
-            for line in lines:
-                warn(line, stacklevel=2)
 
     def go_on_at(self, session: Session, target: Target) -> None:
         """Fix the set to that of a verified position, if not yet fixed, and load that position."""

@@ -73,9 +73,7 @@ class Described:
         return canonical_json.sha256(canonical_json.dumps([self.leaves_digest, unusual(self.scopes)]))
 
 
-_Members = dict[str, tuple[int, ...]]
-"""Ranks of the nodes that have a digest."""
-_Answer = tuple[_Members, dict[str, Described], tuple[NodeClass, ...], Mapping[str, str]]
+_Answer = tuple[dict[str, tuple[int, ...]], dict[str, Described], tuple[NodeClass, ...], Mapping[str, str]]
 
 
 class SpecExchange:
@@ -125,10 +123,15 @@ class SpecExchange:
         self.confirmed = self.agreed if len(agreed) == 1 else None
         by_rank = {process + rank: digest for process, part in enumerate(posted) for rank, digest in part}
         self._learn(peers, posted)
-        members = _members(by_rank)
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(by_rank):
+            ranks_of.setdefault(by_rank[rank], []).append(rank)
+        members = {digest: tuple(ranks) for digest, ranks in ranks_of.items()}
         self._known = {digest: self._known[digest] for digest in members}
         if self._last is None or self._last[0] != members or not self._same(self._last[1]):
-            classes = tuple(_class(ranks, self._known[digest]) for digest, ranks in members.items())
+            # With the digest of the received leaves, so that a misread class gives another plan.
+            described = [(ranks, self._known[digest]) for digest, ranks in members.items()]
+            classes = tuple(NodeClass.known(ranks, one.specs, one.leaves_digest) for ranks, one in described)
             scopes: dict[str, str] = {}
             for digest in members:
                 for name, scope in self._known[digest].scopes.items():  # `rank` on one node is `rank` for all
@@ -169,18 +172,6 @@ class SpecExchange:
             for part in peers.exchange("save: classes", own):
                 self._known.update((one["digest"], class_of(one)) for one in part)
         self._known.update(mine)  # of values, with their current length
-
-
-def _class(ranks: tuple[int, ...], described: Described) -> NodeClass:
-    """A node class with the digest of the received leaves, so that a misread one gives another plan."""
-    return NodeClass.known(ranks, described.specs, described.leaves_digest)
-
-
-def _members(by_rank: Mapping[int, str]) -> _Members:
-    members: dict[str, list[int]] = {}
-    for rank in sorted(by_rank):
-        members.setdefault(by_rank[rank], []).append(rank)
-    return {digest: tuple(ranks) for digest, ranks in members.items()}
 
 
 def class_json(described: Described) -> dict[str, Any]:
@@ -299,7 +290,12 @@ class ReplicaCheck:
 
         def digests() -> dict[int, list[dict[str, str]]]:
             _check(failed)
-            return self._samples(job, shards)
+            found = {}
+            for state in job.states:
+                held = [group.leaves for group in shards[state.rank] if not group.lone]
+                parts = [self._compared(state), *held]
+                found[state.rank] = [digests_of(leaves, Mode.SAMPLES) for leaves in parts]
+            return found
 
         verdict = compare_replicas(
             job.peers,
@@ -322,20 +318,6 @@ class ReplicaCheck:
             names = {place.rank: str(place) for place in job.places}
             raise SaveFailedError(differences_message(job.position, names, verdict.failures))
         return verdict.demote, self._whole_bytes(job, shards) if verdict.due else None
-
-    def _samples(
-        self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]
-    ) -> dict[int, list[dict[str, str]]]:
-        return {
-            state.rank: [
-                digests_of(leaves, Mode.SAMPLES)
-                for leaves in (
-                    self._compared(state),
-                    *(group.leaves for group in shards[state.rank] if not group.lone),
-                )
-            ]
-            for state in job.states
-        }
 
     def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]) -> WholeBytes:
         groups = {

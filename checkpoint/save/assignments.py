@@ -167,13 +167,17 @@ class SavePlan:
 
     def _assign(self, node: int) -> list[Assignment]:
         found = []
-        for row in self._rows_of(node):
+        split = [row for lay in self.layouts if isinstance(lay, Split) for row in lay.items_of(node)]
+        for row in sorted({*self._unsplit, *split}):
             planned = self.rows[row]
             layout = self.layouts[planned.layout]
             if planned.leaf.alias_of is not None:
                 continue
             if isinstance(layout, Mesh):
-                found += _boxes(planned.leaf, layout, node)
+                boxes = layout.stored_by(
+                    node, planned.leaf.name, planned.leaf.shape, item_bytes(planned.leaf)
+                )
+                found += [Assignment(planned.leaf, 0, volume(box), box=box) for box in boxes]
             elif (piece := layout.held_by(node, row, elements(planned.leaf))) is not None:
                 found.append(Assignment(planned.leaf, piece.first, piece.last, planned.inline))
         return found
@@ -288,10 +292,6 @@ class SavePlan:
     def _unsplit(self) -> tuple[int, ...]:
         return tuple(r for r, p in enumerate(self.rows) if not isinstance(self.layouts[p.layout], Split))
 
-    def _rows_of(self, node: int) -> list[int]:
-        split = [row for lay in self.layouts if isinstance(lay, Split) for row in lay.items_of(node)]
-        return sorted({*self._unsplit, *split})
-
 
 def _writing(layout: Layout, leaves: Sequence[LeafSpec]) -> Iterable[Iterable[int]]:
     """Sets of nodes that store something of leaves."""
@@ -329,11 +329,6 @@ def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> tuple[str, str, str]:
     return (name, kind, scopes.pop() if len(scopes) == 1 else "replicated")
 
 
-def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
-    boxes = mesh.stored_by(node, leaf.name, leaf.shape, item_bytes(leaf))
-    return [Assignment(leaf, 0, volume(box), box=box) for box in boxes]
-
-
 def item_bytes(leaf: LeafSpec) -> int:
     """Bytes of one element of a tensor."""
     return item_bytes_of(leaf.shape, leaf.nbytes) if leaf.kind == "tensor" else leaf.nbytes
@@ -368,23 +363,16 @@ def cuts_between(sizes: Sequence[int], item_bytes: Sequence[int], shares: int, c
         step = cut if size >= cut and cut % width == 0 else size
         # A byte has one cut: before the empty items that precede the item that it is in.
         edges = {0: (bisect_left(ends, before), 0), size: (item + 1, 0)}
-        nearest = _nearest(ideals, size, step, shares)
+        # The multiples of `step` bytes, or the end of an item, nearest to ideals; the lower one of a tie.
+        twice, last = 2 * step * shares, size // step * step
+        middle = (last + size) * shares  # twice the ideal that is as near to the end as to the last multiple
+        nearest = [
+            step * ((2 * ideal + twice // 2 - 1) // twice)
+            if ideal < last * shares
+            else (last if 2 * ideal <= middle else size)
+            for ideal in ideals
+        ]
         found += [edges[at] if at in edges else (item, at // width) for at in nearest]
         number = following
     inner = found if total else found * shares
     return table(Cut, [*inner, (len(sizes), 0)])
-
-
-def _nearest(ideals: range, size: int, step: int, shares: int) -> list[int]:
-    """The multiples of `step` bytes, or the end of an item, nearest to ideals; the lower one of a tie.
-
-    Ideals are bytes times `shares`, which are whole numbers: every rank computes the same.
-    """
-    twice, last = 2 * step * shares, size // step * step
-    middle = (last + size) * shares  # twice the ideal that is as near to the end as to the last multiple
-    return [
-        step * ((2 * ideal + twice // 2 - 1) // twice)
-        if ideal < last * shares
-        else (last if 2 * ideal <= middle else size)
-        for ideal in ideals
-    ]

@@ -76,7 +76,14 @@ class Background:
     def prepare(self, session: Session) -> None:
         """Allocate memory that the first save will likely need, before training begins."""
         self._standby.ready()
-        self._reserve(session, likely_bytes(session))
+        # Estimate the bytes that this process will stage; replicas write a share each.
+        total = 0
+        for place in session.local_nodes:
+            entries = session.workspace(place.name).entries()
+            objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
+            with suppress(RelayError):  # the save itself raises for what cannot be stored
+                total += _bytes_of(objects, len(session.nodes))
+        self._reserve(session, total + total // 16 + SLACK_BYTES)
 
     def _reserve(self, session: Session, nbytes: int) -> Block | None:
         """Memory for so many bytes, or None without room for them now; earlier slots must not be in use.
@@ -84,7 +91,15 @@ class Background:
         Touching the pages takes longer than copying into them, so it is done once and early.
         """
         if self.staging_limit is None:
-            self.staging_limit = free_share(session) // 2
+            # The share of the memory that is free on the host, for each process there.
+            own = session.local_nodes[0]
+            processes = {place.process for place in session.nodes if place.host_index == own.host_index}
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+            with suppress(OSError, ValueError, IndexError):
+                for line in Path("/proc/meminfo").read_text().splitlines():
+                    if line.startswith("MemAvailable:"):
+                        free = int(line.split()[1]) * 1024
+            self.staging_limit = (free // max(1, len(processes))) // 2
         if nbytes > self.staging_limit:
             return None
         if nbytes > len(self._block.view):
@@ -283,17 +298,6 @@ STATES_PER_PARAMETER = 2
 SLACK_BYTES = 1 << 20
 
 
-def likely_bytes(session: Session) -> int:
-    """Estimate the bytes that this process will stage; replicas write a share each."""
-    total = 0
-    for place in session.local_nodes:
-        entries = session.workspace(place.name).entries()
-        objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
-        with suppress(RelayError):  # the save itself raises for what cannot be stored
-            total += _bytes_of(objects, len(session.nodes))
-    return total + total // 16 + SLACK_BYTES
-
-
 def _bytes_of(objects: dict[str, object], replicas: int) -> int:
     """Bytes of objects that are split between so many replicas."""
     shared = alone = 0
@@ -307,15 +311,3 @@ def _bytes_of(objects: dict[str, object], replicas: int) -> int:
             sizes = [p.nbytes for group in one.param_groups for p in group["params"]]
             shared += STATES_PER_PARAMETER * sum(sizes)
     return shared // replicas + alone
-
-
-def free_share(session: Session) -> int:
-    """The share of the memory that is free on the host, for each process there."""
-    own = session.local_nodes[0]
-    processes = {place.process for place in session.nodes if place.host_index == own.host_index}
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    return free // max(1, len(processes))

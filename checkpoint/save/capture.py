@@ -86,7 +86,12 @@ class NodeHistory:
     def structure(self, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
         """The structure of the leaves, the same object if unchanged; BlobError without a stored form."""
         last = self.last
-        specs = _described(leaves, last[0] if last else (), self.orders)
+        known = last[0] if last else ()
+        if len(leaves) != len(known):
+            by_name = {spec.name: spec for spec in known}
+            specs = tuple(_spec(leaf, by_name.get(leaf.name), self.orders) for leaf in leaves)
+        else:
+            specs = tuple(_spec(leaf, spec, self.orders) for leaf, spec in zip(leaves, known, strict=True))
         if last is None or scopes != last[1] or not _same(specs, last[0]):
             last = self.last = specs, dict(scopes)
         return last
@@ -108,15 +113,6 @@ class NodeHistory:
         names = {*self.start.overlaps, *(other for other, _ in self.start.overlaps.values())}
         shared = {leaf.name: leaf.content for leaf in leaves if leaf.name in names}
         return overlaps_of({name: one for name, one in shared.items() if not isinstance(one, Value)})
-
-
-def _described(
-    leaves: Sequence[Leaf], known: tuple[LeafSpec, ...], built: Mapping[str, Order]
-) -> tuple[LeafSpec, ...]:
-    if len(leaves) != len(known):
-        by_name = {spec.name: spec for spec in known}
-        return tuple(_spec(leaf, by_name.get(leaf.name), built) for leaf in leaves)
-    return tuple(_spec(leaf, spec, built) for leaf, spec in zip(leaves, known, strict=True))
 
 
 def _spec(leaf: Leaf, known: LeafSpec | None, built: Mapping[str, Order]) -> LeafSpec:
@@ -246,12 +242,7 @@ def capture(
         if spec.sharding is not None:
             _check_local(leaf, spec, spec.sharding, place)
     return NodeState(
-        replace(place, name=stored_name),
-        {leaf.name: leaf for leaf in leaves},
-        specs,
-        scopes,
-        objects,
-        names,
+        replace(place, name=stored_name), {leaf.name: leaf for leaf in leaves}, specs, scopes, objects, names
     )
 
 

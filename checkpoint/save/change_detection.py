@@ -27,10 +27,9 @@ from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count, block_
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest, box_key, piece_key
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, volume
-from torchrelay.checkpoint.format.names import format_key, format_keys
+from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.format.shard.writer import PROBE
 from torchrelay.checkpoint.load.verify import Holder, ShardSet
-from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import RelayError
@@ -376,10 +375,3 @@ def _memories(address: int, nbytes: int, verify: Verify) -> tuple[ctypes.Array[c
         (ctypes.c_ubyte * (last - first)).from_address(address + first)
         for first, last in stretches(nbytes, verify)
     )
-
-
-def parts_by_key(assignments: Sequence[Assignment]) -> dict[str, LeafRange]:
-    """The parts by key, without random states, gradients and values, which are never referenced."""
-    found = [one for one in assignments if one.leaf.kind == "tensor" and one.leaf.role not in OF_POSITION]
-    parts = [LeafRange(one.leaf.name, one.first, one.last, one.nbytes, one.box) for one in found]
-    return dict(zip(format_keys([one.key for one in found]), parts, strict=True))

@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 def world_of(places: Sequence[NodePlace]) -> EpochNodes:
     """The nodes as a manifest stores them, by rank; the same object while the places are the same."""
     asked = tuple(places)
-    return _worlds.get(lambda one: one[0] == asked, lambda: (asked, _world_of(asked)))[1]
+
+    def make() -> tuple[tuple[NodePlace, ...], EpochNodes]:
+        hosts = sorted({(place.host_index, place.host) for place in asked})
+        number = {host: index for index, host in enumerate(hosts)}
+        return asked, EpochNodes(
+            nodes=tuple(place.name for place in asked),
+            hosts=tuple(host for _, host in hosts),
+            host_of=tuple(number[place.host_index, place.host] for place in asked),
+        )
+
+    return _worlds.get(lambda one: one[0] == asked, make)[1]
 
 
 _worlds: Recent[tuple[tuple[NodePlace, ...], EpochNodes]] = Recent(1)
-
-
-def _world_of(places: Sequence[NodePlace]) -> EpochNodes:
-    hosts = sorted({(place.host_index, place.host) for place in places})
-    number = {host: index for index, host in enumerate(hosts)}
-    return EpochNodes(
-        nodes=tuple(place.name for place in places),
-        hosts=tuple(host for _, host in hosts),
-        host_of=tuple(number[place.host_index, place.host] for place in places),
-    )
 
 
 def compose(

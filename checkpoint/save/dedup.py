@@ -33,6 +33,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
 )
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import volume
+from torchrelay.checkpoint.format.names import format_keys
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.log.view import LogView, needed_by
@@ -45,7 +46,6 @@ from torchrelay.checkpoint.save.change_detection import (
     TensorOf,
     known_of,
     look,
-    parts_by_key,
 )
 from torchrelay.checkpoint.save.plan import with_references
 from torchrelay.checkpoint.state.leaf import LeafSpec, Value, is_sharded
@@ -146,7 +146,17 @@ def within_limits(
 ) -> frozenset[str]:
     """Those of the unchanged leaves `names` that are worth a reference, in attempts of `tries`."""
     kept = frozenset(names)
-    lying = _places_of(manifest, kept)
+    alike: dict[tuple[object, ...], _LeafFiles] = {}
+    lying: dict[str, list[_LeafFiles]] = {}
+    for name in kept:
+        for row in manifest.rows[name]:
+            leaf = manifest.leaves[row]
+            layout = manifest.layouts[leaf.layout]
+            form = layout.alike(name, leaf.shape, leaf.item_bytes) if isinstance(layout, Mesh) else row
+            key = (leaf.source, leaf.layout, leaf.group, form)
+            if key not in alike:
+                alike[key] = _LeafFiles(leaf.source, tuple(_stored(layout, row, leaf)))
+            lying.setdefault(name, []).append(alike[key])
     while True:
         fewer = _worth_it(lying, kept, manifest, tries)
         if fewer == kept:
@@ -190,21 +200,6 @@ class _LeafFiles:
 
     source: int
     stored: tuple[tuple[_Holder, int], ...]
-
-
-def _places_of(manifest: Manifest, names: Collection[str]) -> dict[str, list[_LeafFiles]]:
-    alike: dict[tuple[object, ...], _LeafFiles] = {}
-    found: dict[str, list[_LeafFiles]] = {}
-    for name in names:
-        for row in manifest.rows[name]:
-            leaf = manifest.leaves[row]
-            layout = manifest.layouts[leaf.layout]
-            form = layout.alike(name, leaf.shape, leaf.item_bytes) if isinstance(layout, Mesh) else row
-            key = (leaf.source, leaf.layout, leaf.group, form)
-            if key not in alike:
-                alike[key] = _LeafFiles(leaf.source, tuple(_stored(layout, row, leaf)))
-            found.setdefault(name, []).append(alike[key])
-    return found
 
 
 def _stored(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[_Holder, int]]:
@@ -305,8 +300,10 @@ class Reuse:
 
     def choose(self, job: SaveJob, plan: SavePlan, deadline_secs: float) -> frozenset[str]:
         """The leaves that need not be written; all processes get the same. `plan` writes all leaves."""
+        names = tuple(place.name for place in job.places)
         self._current = _Current(
-            world=_world_of(job), patience_secs=deadline_secs if job.assume_unchanged else 0.0
+            world=(job.peers.size, names, tuple(state.rank for state in job.states)),
+            patience_secs=deadline_secs if job.assume_unchanged else 0.0,
         )
         if self._order is None or self._order[0] is not plan:
             self._order = plan, comparable(plan)
@@ -419,7 +416,12 @@ class Reuse:
         """Remember the parts that a node wrote into one file."""
         known = self._current.tables.get(id(assignments)) or self._tables.get(id(assignments))
         if known is None or known[0] is not assignments:
-            known = assignments, parts_by_key(assignments)
+            # The parts by key, without random states, gradients and values, which are never referenced.
+            found = [
+                one for one in assignments if one.leaf.kind == "tensor" and one.leaf.role not in OF_POSITION
+            ]
+            ranges = [LeafRange(one.leaf.name, one.first, one.last, one.nbytes, one.box) for one in found]
+            known = assignments, dict(zip(format_keys([one.key for one in found]), ranges, strict=True))
         self._current.tables[id(assignments)] = known
         parts = tuple(map(known[1].get, report.keys))
         probes = {part: one for key, one in report.probes.items() if (part := known[1].get(key)) is not None}
@@ -463,8 +465,3 @@ def _tensors(job: SaveJob, plan: SavePlan) -> TensorOf:
         return None if assignment is None else states[rank].tensor(assignment)
 
     return tensor_of
-
-
-def _world_of(job: SaveJob) -> _World:
-    names = tuple(place.name for place in job.places)
-    return job.peers.size, names, tuple(state.rank for state in job.states)

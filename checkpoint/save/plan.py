@@ -144,7 +144,12 @@ def plan_classes(
         else:
             numbers[row] = layouts.unsplit(stated[row], nodes, hosts)
     for nodes, _, members in sorted((nodes, group, rows) for (_, group), (nodes, rows) in strings.items()):
-        number = layouts.number(_split_layout(nodes, members, rows, cut))
+        widths = {row: item_bytes(rows[row]) for row in members}  # in the order of their names
+        order = sorted(members, key=widths.__getitem__, reverse=True)
+        cuts = cuts_between(
+            [rows[row].nbytes for row in order], [widths[row] for row in order], len(nodes), cut
+        )
+        number = layouts.number(Split(nodes, tuple(order), cuts))
         for row in members:
             numbers[row] = number
     planned = table(PlannedLeaf, zip(rows, stated, numbers, strict=True))
@@ -232,13 +237,6 @@ def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | N
             lowest.setdefault(hosts[node] if hosts else 0, node)
         return PerNode(tuple(sorted(lowest.values())))
     return PerNode(nodes) if scope == "rank" else ReplicatedLayout(nodes)
-
-
-def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[LeafSpec], cut: int) -> Split:
-    widths = {row: item_bytes(rows[row]) for row in members}  # in the order of their names
-    order = sorted(members, key=widths.__getitem__, reverse=True)
-    cuts = cuts_between([rows[row].nbytes for row in order], [widths[row] for row in order], len(nodes), cut)
-    return Split(nodes, tuple(order), cuts)
 
 
 class _Layouts:

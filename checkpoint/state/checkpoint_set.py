@@ -28,7 +28,7 @@ from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, blob_of, is_sharded, parameter_of
 from torchrelay.checkpoint.state.module_leaves import state_prefix
 from torchrelay.checkpoint.state.names import Kind, kind_of
-from torchrelay.errors import BlobError, UsageError
+from torchrelay.errors import BlobError
 from torchrelay.jobs.blobs import Reshard, Scope
 from torchrelay.jobs.cluster import RANDOM_STATES, check_blob_names
 from torchrelay.jobs.containers import is_generator
@@ -135,7 +135,22 @@ def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Select
     """The leaves to save, in order; raises BlobError for patterns that split a unit, or leave nothing."""
     if selection.everything:
         return list(leaves)
-    units = _units(leaves, objects)
+    units: dict[str, list[Leaf]] = {}
+    kinds = {blob: kind_of(value) for blob, value in objects.items()}
+    parameters = set(parameter_names(objects).values())
+    root = ""
+    for leaf in leaves:
+        if kinds[leaf.blob] is Kind.OPTIMIZER:
+            prefix = state_prefix(leaf.blob)
+            owner = blob_of(leaf.name.removeprefix(prefix), parameters)
+            unit = prefix + owner if owner and leaf.name.startswith(prefix) else leaf.blob
+        elif kinds[leaf.blob] is not Kind.MODULE:
+            unit = leaf.blob
+        else:
+            inside = bool(root) and leaf.name.startswith(f"{root}.")
+            unit = root if inside else leaf.name
+            root = unit if inside or isinstance(leaf.content, Value) else ""
+        units.setdefault(unit, []).append(leaf)
     wanted = {unit for unit, members in units.items() if _wanted(unit, members, selection)}
     for unit in wanted:
         blob = units[unit][0].blob
@@ -168,15 +183,6 @@ def used_patterns(names: Iterable[str], selection: Selection) -> list[str]:
     return [one for one in selection.patterns if any(matches(name, one) for name in known)]
 
 
-def check_patterns_used(leaves: Sequence[Leaf], selection: Selection) -> None:
-    """Raise UsageError for a pattern that matches no leaf."""
-    names = [leaf.name for leaf in leaves]
-    used = used_patterns(names, selection)
-    for pattern in selection.patterns:
-        if pattern not in used:
-            raise UsageError(f"no leaf matches {pattern!r}{nearest(pattern, names)}")
-
-
 def check_remade(names: Iterable[str], registered: Collection[str], selection: Selection) -> None:
     """Raise BlobError if a blob that only `init` makes is left out: a resumed run would lack it."""
     lost = [name for name in names if name not in registered and not selection.saves(name)]
@@ -186,26 +192,6 @@ def check_remade(names: Iterable[str], registered: Collection[str], selection: S
             "init makes it, and a resumed run skips init: register it as a blob, job.blobs(name=value), "
             "or give it scope='transient'"
         )
-
-
-def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list[Leaf]]:
-    found: dict[str, list[Leaf]] = {}
-    kinds = {blob: kind_of(value) for blob, value in objects.items()}
-    parameters = set(parameter_names(objects).values())
-    root = ""
-    for leaf in leaves:
-        if kinds[leaf.blob] is Kind.OPTIMIZER:
-            prefix = state_prefix(leaf.blob)
-            owner = blob_of(leaf.name.removeprefix(prefix), parameters)
-            unit = prefix + owner if owner and leaf.name.startswith(prefix) else leaf.blob
-        elif kinds[leaf.blob] is not Kind.MODULE:
-            unit = leaf.blob
-        else:
-            inside = bool(root) and leaf.name.startswith(f"{root}.")
-            unit = root if inside else leaf.name
-            root = unit if inside or isinstance(leaf.content, Value) else ""
-        found.setdefault(unit, []).append(leaf)
-    return found
 
 
 def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:

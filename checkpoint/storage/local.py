@@ -306,7 +306,7 @@ class LocalStorage:
         """Fsync the directory; for the root, once, also the directories that lead to it."""
         full = self._path(path)
         with _named(full, "sync directory"):
-            _sync(full)
+            _sync_opened(_opened(full))
             if not path and not self._root_is_durable:
                 _sync_above(full)
                 self._root_is_durable = True
@@ -349,7 +349,11 @@ class LocalStorage:
         full = self._changed(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():
-                _remove_empty(full)
+                names = os.listdir(full)
+                if all(name.startswith(PRIVATE) for name in names):
+                    for name in names:
+                        (full / name).unlink(missing_ok=True)
+                full.rmdir()
             else:
                 full.unlink()
 
@@ -387,18 +391,6 @@ def _create(full: Path) -> LocalWriteHandle:
         os.close(descriptor)
         raise
     return LocalWriteHandle(str(full), descriptor)
-
-
-def _remove_empty(directory: Path) -> None:
-    names = os.listdir(directory)
-    if all(name.startswith(PRIVATE) for name in names):
-        for name in names:
-            (directory / name).unlink(missing_ok=True)
-    directory.rmdir()
-
-
-def _sync(directory: Path) -> None:
-    _sync_opened(_opened(directory))
 
 
 def _opened(directory: Path) -> int:

@@ -184,7 +184,13 @@ class ObjectStorage:
                 with _IN_THIS_PROCESS if "memory" in self._protocols else nullcontext():
                     self._create(path, name, data)
             except Exception as error:
-                self._resolve(path, data, error)
+                # A creation that seemed to fail may be ours after all; stores have many error messages.
+                try:
+                    found = self.read_range(path, 0, len(data) + 1)
+                except FileNotFoundError:
+                    raise error from None
+                if found != data:
+                    raise self._taken(path) from error
 
         self._try("create", path, create, FileExistsError)
 
@@ -197,15 +203,6 @@ class ObjectStorage:
         if self.stat(path) is not None:
             raise self._taken(path)
         self.system.pipe_file(name, data)
-
-    def _resolve(self, path: str, data: bytes, error: Exception) -> None:
-        """Return if a creation that seemed to fail was ours after all; stores have many error messages."""
-        try:
-            found = self.read_range(path, 0, len(data) + 1)
-        except FileNotFoundError:
-            raise error from None
-        if found != data:
-            raise self._taken(path) from error
 
     def replace(self, path: str, data: bytes) -> None:
         """Put over any existing object."""
@@ -280,20 +277,17 @@ class ObjectStorage:
         def delete() -> None:
             try:
                 if not self._flat and self.system.isdir(name):
-                    self._remove_empty(name)
+                    found = [one.rstrip("/") for one in self.system.ls(name, detail=False)]
+                    if all(one.rpartition("/")[2].startswith(PRIVATE) for one in found):
+                        for one in found:
+                            self.system.rm_file(one)
+                    self.system.rmdir(name)
                 else:
                     self.system.rm_file(name)
             except FileNotFoundError:
                 return
 
         self._try("delete", path, delete)
-
-    def _remove_empty(self, name: str) -> None:
-        found = [one.rstrip("/") for one in self.system.ls(name, detail=False)]
-        if all(one.rpartition("/")[2].startswith(PRIVATE) for one in found):
-            for one in found:
-                self.system.rm_file(one)
-        self.system.rmdir(name)
 
     def list(self, path: str) -> list[str]:
         """Names, sorted."""

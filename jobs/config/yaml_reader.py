@@ -159,28 +159,24 @@ def read_findings(data: bytes) -> ParseResult:
     if len(data) > LIMIT_BYTES:
         reading.end(TextPosition(1, 1), f"larger than {LIMIT_BYTES >> 20} MiB, the limit")
     else:
-        _read_into(reading, data)
+        try:
+            reading.events = yaml.parse(data.decode("utf-8"), Loader=_LOADER)
+            reading.read()
+        except UnicodeDecodeError as error:
+            reading.end(
+                _place_of(data, error.start), f"byte {error.start} is not valid UTF-8: save the file as UTF-8"
+            )
+        except yaml.MarkedYAMLError as error:
+            mark, message = error.problem_mark or error.context_mark, str(error.problem or error.context)
+            if message in _BEGUN and error.context_mark is not None:  # the problem is where it began
+                mark, message = error.context_mark, _BEGUN[message]
+            reading.end(_of_mark(mark) if mark else TextPosition(1, 1), message)
+        except yaml.YAMLError as error:  # a character that YAML does not allow
+            at = getattr(error, "position", 0)
+            reading.end(_place_of(data, at), f"character {at} is not allowed in YAML: {short(error)}")
     problems = tuple(sorted(reading.problems))
     broken = frozenset(reading.broken)
     return ParseResult(reading.top, reading.values, reading.keys, problems, broken, reading.ended)
-
-
-def _read_into(reading: _Reading, data: bytes) -> None:
-    try:
-        reading.events = yaml.parse(data.decode("utf-8"), Loader=_LOADER)
-        reading.read()
-    except UnicodeDecodeError as error:
-        reading.end(
-            _place_of(data, error.start), f"byte {error.start} is not valid UTF-8: save the file as UTF-8"
-        )
-    except yaml.MarkedYAMLError as error:
-        mark, message = error.problem_mark or error.context_mark, str(error.problem or error.context)
-        if message in _BEGUN and error.context_mark is not None:  # the problem is where it began
-            mark, message = error.context_mark, _BEGUN[message]
-        reading.end(_of_mark(mark) if mark else TextPosition(1, 1), message)
-    except yaml.YAMLError as error:  # a character that YAML does not allow
-        at = getattr(error, "position", 0)
-        reading.end(_place_of(data, at), f"character {at} is not allowed in YAML: {short(error)}")
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -111,7 +111,12 @@ class SampleFetch(Dataset[Any]):
             samples = []
             with _streams_kept():
                 for index in request.indices:
-                    _seed_cpu_streams(sample_seed(request.seed, request.epoch, index))
+                    seed = sample_seed(request.seed, request.epoch, index)
+                    random.seed(mix(seed, _PYTHON))
+                    torch.default_generator.manual_seed(mix(seed, _TORCH))
+                    numpy = numpy_module(load=False)
+                    if numpy:
+                        numpy.random.seed(mix(seed, _NUMPY) % 2**32)
                     samples.append(self._sample(index))
         elif hasattr(self._dataset, "__getitems__"):
             samples = self._dataset.__getitems__(list(request.indices))
@@ -169,14 +174,6 @@ def _streams_kept() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         if numpy:
             numpy.random.set_state(numpy_state)
-
-
-def _seed_cpu_streams(seed: int) -> None:
-    random.seed(mix(seed, _PYTHON))
-    torch.default_generator.manual_seed(mix(seed, _TORCH))
-    numpy = numpy_module(load=False)
-    if numpy:
-        numpy.random.seed(mix(seed, _NUMPY) % 2**32)
 
 
 class _Feed:

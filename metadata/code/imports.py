@@ -54,7 +54,17 @@ class ArchivedImports:
         self._locks: dict[str, threading.RLock] = {}
         self._done: set[str] = set()
         self._builtins = {**vars(builtins), "__import__": self._import}
-        self._importlib = self._own_importlib()
+
+        # `importlib` whose `import_module` searches the archive.
+        def import_module(name: str, package: str | None = None) -> ModuleType:
+            full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
+            full = self._plain(full)
+            return self.module(full) if self._has(full) else importlib.import_module(full)
+
+        own = ModuleType("importlib")
+        own.__dict__.update(vars(importlib))
+        own.__dict__["import_module"] = import_module
+        self._importlib = own
         package = ModuleType(self.prefix, f"The modules of {what}.")
         package.__path__ = []
         sys.modules[self.prefix] = package
@@ -182,19 +192,6 @@ class ArchivedImports:
     def _plain(self, name: str) -> str:
         """Return a module's name without the prefix."""
         return name.removeprefix(f"{self.prefix}.")
-
-    def _own_importlib(self) -> ModuleType:
-        """Return an `importlib` whose `import_module` searches the archive."""
-
-        def import_module(name: str, package: str | None = None) -> ModuleType:
-            full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
-            full = self._plain(full)
-            return self.module(full) if self._has(full) else importlib.import_module(full)
-
-        own = ModuleType("importlib")
-        own.__dict__.update(vars(importlib))
-        own.__dict__["import_module"] = import_module
-        return own
 
 
 class _Loader(importlib.abc.InspectLoader):

@@ -252,7 +252,21 @@ def select(
         listing = Listing(untracked=_walked(root.path))  # no git, or a folder ignored by the outer repository
     untracked = {name for name in listing.untracked if not is_junk(name)}
     names = listing.tracked | _like_source(root.path, untracked, sources, left_out)
-    names -= _in_runs(root.path, names)
+    # Names inside run or checkpoint directories.
+    runs = set()
+    for folder in {posixpath.dirname(n) for n in names if posixpath.basename(n) in ("run.json", "job.json")}:
+        with suppress(OSError):
+            if is_run(set(os.listdir(root.path / folder))):
+                runs.add(folder)
+
+    def inside(name: str) -> bool:
+        folder, _, _ = name.rpartition("/")
+        if folder:
+            return folder in runs or inside(folder)
+        # A run may be in the root itself, beside the source; a folder `config` may be the user's.
+        return "" in runs and (name in _OF_A_RUN or name in ("run.json", "status.json"))
+
+    names -= {name for name in names if inside(name)}
     if sources.exclude:
         unwanted = patterns(sources.exclude)
         names = {name for name in names if not unwanted.match_file(name)}
@@ -276,24 +290,6 @@ def _like_source(root: Path, names: set[str], sources: Sources, left_out: dict[s
         elif "." not in posixpath.basename(name) and (root / name).is_symlink() and (root / name).is_dir():
             chosen.add(name)  # imports may go through it
     return chosen
-
-
-def _in_runs(root: Path, names: set[str]) -> set[str]:
-    """Return the names inside run or checkpoint directories."""
-    runs = set()
-    for folder in {posixpath.dirname(n) for n in names if posixpath.basename(n) in ("run.json", "job.json")}:
-        with suppress(OSError):
-            if is_run(set(os.listdir(root / folder))):
-                runs.add(folder)
-
-    def inside(name: str) -> bool:
-        folder, _, _ = name.rpartition("/")
-        if folder:
-            return folder in runs or inside(folder)
-        # A run may be in the root itself, beside the source; a folder `config` may be the user's.
-        return "" in runs and (name in _OF_A_RUN or name in ("run.json", "status.json"))
-
-    return {name for name in names if inside(name)}
 
 
 _NAMED = 5

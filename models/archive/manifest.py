@@ -358,9 +358,7 @@ class ArchiveFile:
         if MANIFEST not in members.members:
             raise FormatError(f"{self.what} is a zip archive of another kind: it has no {MANIFEST}")
         found = canonical_json.loads(
-            members.read(MANIFEST, MEMBER_LIMIT),
-            what=f"{self.what}: {MANIFEST}",
-            limit_bytes=MEMBER_LIMIT,
+            members.read(MANIFEST, MEMBER_LIMIT), what=f"{self.what}: {MANIFEST}", limit_bytes=MEMBER_LIMIT
         )
         if not isinstance(found, dict) or found.get("about") != ABOUT:
             raise FormatError(

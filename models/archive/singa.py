@@ -55,25 +55,21 @@ def _read(place: Path, shown: str) -> tuple[dict[str, torch.Tensor], dict[str, A
         if sum(info.file_size for info in archive.infolist()) > LIMIT:
             raise FormatError(f"{shown} would unpack to more than {LIMIT} bytes")
         index = json.loads(archive.read(INDEX))
-        arrays = _arrays(archive.read(ARRAYS))
+        data = archive.read(ARRAYS)
+        try:
+            import numpy
+        except ImportError as error:
+            raise FormatError("archives of SINGA contain numpy arrays: install numpy") from error
+        arrays: dict[str, torch.Tensor] = {}
+        with numpy.load(io.BytesIO(data), allow_pickle=False) as members:
+            for name in members.files:
+                array = members[name]
+                if array.dtype.kind not in _NUMBERS:
+                    raise ValueError(f"{name!r} does not contain numbers")
+                arrays[name] = torch.from_numpy(numpy.ascontiguousarray(array).reshape(array.shape))
     kinds: dict[str, Any] = {
         name: said.get("state_type") for name, said in index.items() if isinstance(said, Mapping)
     }
     if odd := [name for name in index if kinds.get(name) not in (0, 1)]:
         raise ValueError(f"{odd[0]!r} is neither a model state nor an aux state")
     return arrays, kinds
-
-
-def _arrays(data: bytes) -> dict[str, torch.Tensor]:
-    try:
-        import numpy
-    except ImportError as error:
-        raise FormatError("archives of SINGA contain numpy arrays: install numpy") from error
-    found: dict[str, torch.Tensor] = {}
-    with numpy.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        for name in arrays.files:
-            array = arrays[name]
-            if array.dtype.kind not in _NUMBERS:
-                raise ValueError(f"{name!r} does not contain numbers")
-            found[name] = torch.from_numpy(numpy.ascontiguousarray(array).reshape(array.shape))
-    return found

@@ -28,7 +28,6 @@ from torchrelay.metadata.zip_reader import name_fits
 from torchrelay.models.archive.api import aux_of, checked, fill, recorded_call, states_of
 from torchrelay.models.archive.manifest import (
     PACKAGE,
-    ArchiveFile,
     Contents,
     States,
     TensorToStore,
@@ -339,30 +338,25 @@ def load(path: Where, *, trust_source: bool = False) -> nn.Module:
         package = package_of(archive, path)
         if not package.source or not package.has_constructor:
             raise UsageError(f"{package.where} cannot be rebuilt from source: {'; '.join(package.without)}")
-        model = _constructed(archive, package)
+        fields = archive.fields.fields("package").fields("constructor")
+        args, kwargs = decode(fields.values.get("args")), decode(fields.values.get("kwargs"))
+        if not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise DamagedError(f"{fields.what} is damaged: it has no constructor arguments")
+        contents = {name: archive.read(SOURCE + name) for name in package.source}
+        module, _, name = package.class_path.partition(":")
+        try:
+            found: Any = ArchivedImports(package.where, contents, {}, ("",)).module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+            model = found(*args, **kwargs)
+        except Exception as error:
+            raise BlobError(
+                f"the archived source of {package.where} cannot build {package.class_path}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise BlobError(
+                f"{package.class_path} of {package.where} returns a {type(model).__name__}, not a module"
+            )
         fill(archive, model, strict=True)
     return model.eval()
-
-
-def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
-    fields = archive.fields.fields("package").fields("constructor")
-    args, kwargs = decode(fields.values.get("args")), decode(fields.values.get("kwargs"))
-    if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise DamagedError(f"{fields.what} is damaged: it has no constructor arguments")
-    contents = {name: archive.read(SOURCE + name) for name in package.source}
-    module, _, name = package.class_path.partition(":")
-    try:
-        found: Any = ArchivedImports(package.where, contents, {}, ("",)).module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        model = found(*args, **kwargs)
-    except Exception as error:
-        raise BlobError(
-            f"the archived source of {package.where} cannot build {package.class_path}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise BlobError(
-            f"{package.class_path} of {package.where} returns a {type(model).__name__}, not a module"
-        )
-    return model

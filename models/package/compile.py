@@ -195,11 +195,7 @@ def _materialise(model: nn.Module) -> None:
 
 
 def compile(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    dynamic: Dynamic | None = None,
-    graph: bool | Mapping[str, Any] = False,
+    model: nn.Module, inputs: Any, *, dynamic: Dynamic | None = None, graph: bool | Mapping[str, Any] = False
 ) -> Signature:
     """Run the model once on example inputs, so that all its states have content, and record its signature.
 
@@ -223,7 +219,15 @@ def compile(
         compile(model, torch.zeros(1, 28, 28))
     """
     checked(model)
-    _fill_lazy(model, inputs)
+    if any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+        call = call_of(model, _real(inputs, model))
+        with evaluating(model), torch.no_grad():
+            _called(model, lambda: model(*call.args, **call.kwargs))
+        state = model.state_dict(keep_vars=True)
+        if names := [name for name in unready(model) if name in state and nn.parameter.is_lazy(state[name])]:
+            raise UsageError(
+                f"{', '.join(names[:8])} were not initialised: forward does not use them with these inputs"
+            )
     _materialise(model)
     signature = _signature(model, call_of(model, _real(inputs, model), dynamic))
     record(model, Recorded(inputs, dynamic, signature))
@@ -237,18 +241,6 @@ def _real(inputs: Any, model: nn.Module) -> Any:
     tensors = (*model.parameters(), *model.buffers())
     device = next((one.device for one in tensors), torch.device("cpu"))
     return mapped(inputs, lambda one: torch.zeros_like(one, device=device) if one.is_meta else one)
-
-
-def _fill_lazy(model: nn.Module, inputs: Any) -> None:
-    if any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
-        call = call_of(model, _real(inputs, model))
-        with evaluating(model), torch.no_grad():
-            _called(model, lambda: model(*call.args, **call.kwargs))
-        state = model.state_dict(keep_vars=True)
-        if names := [name for name in unready(model) if name in state and nn.parameter.is_lazy(state[name])]:
-            raise UsageError(
-                f"{', '.join(names[:8])} were not initialised: forward does not use them with these inputs"
-            )
 
 
 def _called(model: nn.Module, work: Callable[[], Any]) -> Any:

@@ -97,22 +97,6 @@ def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
     return rest[0] if rest else value
 
 
-def _without_unused(
-    program: PackagedProgram, specs: Sequence[TensorSpec]
-) -> tuple[PackagedProgram, tuple[TensorSpec, ...]]:
-    """Remove inputs that no step and no output uses, and arguments that become empty."""
-    used = set(names_in(list(program.outputs)))
-    for step in program.steps:
-        used.update(names_in([*step.args, *step.kwargs.values()]))
-    kept = [at for at, name in enumerate(program.inputs) if name in used]
-    numbers = {at: number for number, at in enumerate(kept)}
-    arguments = tuple(
-        replace(one, tree=tree) for one in program.arguments if (tree := _kept(one.tree, numbers)) is not None
-    )
-    inputs = tuple(program.inputs[at] for at in kept)
-    return replace(program, arguments=arguments, inputs=inputs), tuple(specs[at] for at in kept)
-
-
 def _kept(tree: Tree, numbers: Mapping[int, int]) -> Tree | None:
     """Return the tree of the kept leaves, renumbered; None if no leaf is kept."""
     match tree:
@@ -160,7 +144,13 @@ class _Rewriting:
     def _call(self, module: fx.GraphModule, node: fx.Node, prefix: str) -> None:
         target = str(getattr(node.target, "__name__", node.target))
         if target == "wrap_with_set_grad_enabled":
-            self._inlined(module, node, prefix)
+            # Inline a part that runs with or without gradients, which does not affect the outputs.
+            part: Any = module.get_submodule(str(node.args[1].target))  # type: ignore[union-attr]
+            nodes = list(part.graph.nodes)
+            given = [self.value(argument) for argument in node.args[2:]]
+            inner = (one for one in nodes if one.op == "placeholder")
+            self.aliases.update(zip(inner, given, strict=True))
+            self.aliases[node] = self.graph(part, nodes, f"{prefix}{node.name}.")
             return
         source = self.value(node.args[0]) if target == "getitem" else None
         if isinstance(source, (list, tuple)):
@@ -173,15 +163,6 @@ class _Rewriting:
         args, kwargs = self.value(tuple(node.args)), self.value(dict(node.kwargs))
         self.aliases[node] = Ref(prefix + node.name)
         self.steps.append(ProgramStep(prefix + node.name, name, tuple(args), kwargs))
-
-    def _inlined(self, module: fx.GraphModule, node: fx.Node, prefix: str) -> None:
-        """Inline a part that runs with or without gradients, which does not affect the outputs."""
-        part: Any = module.get_submodule(str(node.args[1].target))  # type: ignore[union-attr]
-        nodes = list(part.graph.nodes)
-        given = [self.value(argument) for argument in node.args[2:]]
-        inner = (one for one in nodes if one.op == "placeholder")
-        self.aliases.update(zip(inner, given, strict=True))
-        self.aliases[node] = self.graph(part, nodes, f"{prefix}{node.name}.")
 
     def value(self, argument: Any) -> Any:
         """Replace the nodes in an argument by their values."""
@@ -219,9 +200,27 @@ def rewritten(
     symbols = {str(size): text for size, text in _named_sizes(traced, call) if not _is_fixed(size)}
     result, outputs, output_specs = _result(traced, users, symbols)
     program = PackagedProgram(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
-    specs, fixed = _input_specs(traced, call), tuple(sorted(fixed_sizes(traced, call)))
+    # Input specs, with numbers for sizes that the model fixes.
+    found = []
+    for name, tensor, shape in _shapes(traced, call):
+        known = call.sizes.get(name, {})
+        sizes = tuple(int(size) if _is_fixed(size) else known[at] for at, size in enumerate(shape))
+        found.append(TensorSpec(name, sizes, _dtype(tensor)))
+    specs, fixed = tuple(found), tuple(sorted(fixed_sizes(traced, call)))
     if drop_unused:
-        program, specs = _without_unused(program, specs)
+        # Remove inputs that no step and no output uses, and arguments that become empty.
+        used = set(names_in(list(program.outputs)))
+        for one in program.steps:
+            used.update(names_in([*one.args, *one.kwargs.values()]))
+        kept = [at for at, name in enumerate(program.inputs) if name in used]
+        numbers = {at: number for number, at in enumerate(kept)}
+        arguments = tuple(
+            replace(one, tree=tree)
+            for one in program.arguments
+            if (tree := _kept(one.tree, numbers)) is not None
+        )
+        inputs = tuple(program.inputs[at] for at in kept)
+        program, specs = replace(program, arguments=arguments, inputs=inputs), tuple(specs[at] for at in kept)
     return LoweredProgram(program, program.to_json(), Signature(specs, output_specs), constants, fixed)
 
 
@@ -284,16 +283,6 @@ def _named_sizes(traced: torch.export.ExportedProgram, call: ForwardCall) -> lis
     """Return the traced sizes that have names."""
     shapes = _shapes(traced, call)
     return [(shape[at], text) for name, _, shape in shapes for at, text in call.sizes.get(name, {}).items()]
-
-
-def _input_specs(traced: torch.export.ExportedProgram, call: ForwardCall) -> tuple[TensorSpec, ...]:
-    """Return the input specs, with numbers for sizes that the model fixes."""
-    found = []
-    for name, tensor, shape in _shapes(traced, call):
-        known = call.sizes.get(name, {})
-        sizes = tuple(int(size) if _is_fixed(size) else known[at] for at, size in enumerate(shape))
-        found.append(TensorSpec(name, sizes, _dtype(tensor)))
-    return tuple(found)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

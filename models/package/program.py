@@ -275,7 +275,16 @@ def program_from_json(json: Json, what: str) -> PackagedProgram:
     for one in given:
         built(one.tree, range(len(inputs)))
     built(json.get("result"), range(len(outputs)))
-    return PackagedProgram(given, inputs, tensors, _freeing(steps, outputs), outputs, json["result"])
+    # Add to each step the values that it is the last one to use.
+    made = {step.name for step in steps}
+    needed = set(names_in(list(outputs)))
+    found: list[ProgramStep] = []
+    for step in reversed(steps):
+        used = {step.name, *names_in([*step.args, *step.kwargs.values()])} & made
+        free = tuple(sorted(used - needed))
+        needed |= used
+        found.append(ProgramStep(step.name, step.operator, step.args, step.kwargs, free))
+    return PackagedProgram(given, inputs, tensors, tuple(reversed(found)), outputs, json["result"])
 
 
 def _step(fields: Fields) -> ProgramStep:
@@ -288,19 +297,6 @@ def _check_known(found: Any, known: set[str], what: str) -> None:
     for name in names_in(list(found)):
         if name not in known:
             raise DamagedError(f"{what}: a step uses {name[:100]!r}, which no earlier step defines")
-
-
-def _freeing(steps: list[ProgramStep], outputs: tuple[Any, ...]) -> tuple[ProgramStep, ...]:
-    """Add to each step the values that it is the last one to use."""
-    made = {step.name for step in steps}
-    needed = set(names_in(list(outputs)))
-    found: list[ProgramStep] = []
-    for step in reversed(steps):
-        used = {step.name, *names_in([*step.args, *step.kwargs.values()])} & made
-        free = tuple(sorted(used - needed))
-        needed |= used
-        found.append(ProgramStep(step.name, step.operator, step.args, step.kwargs, free))
-    return tuple(reversed(found))
 
 
 _ATEN = re.compile(r"aten\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -11,16 +11,9 @@ import torch
 from torch import nn
 
 from torchrelay.errors import DamagedError, UsageError
-from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature
 from torchrelay.jobs.session import warn
-from torchrelay.models.package.program import (
-    Argument,
-    PackagedProgram,
-    built,
-    leaves_in,
-    operator_of,
-    resolved,
-)
+from torchrelay.models.package.program import PackagedProgram, built, leaves_in, operator_of, resolved
 
 
 class ProgramModule(nn.Module):
@@ -51,7 +44,16 @@ class ProgramModule(nn.Module):
             self._hold(name, tensor, persistent=False)
         if missing := [name for _, name in program.tensors.values() if name not in self._held]:
             raise DamagedError(f"the program needs {missing[0]!r}, which the package does not have")
-        self.forward = MethodType(_with_names(program.arguments), self)
+
+        # `forward` whose signature has the names of the original's arguments.
+        def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
+            return self._called(*args, **kwargs)
+
+        kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = [inspect.Parameter(one.name, kinds[one.positional]) for one in program.arguments]
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = inspect.Signature([own, *named])  # type: ignore[attr-defined]
+        self.forward = MethodType(forward, self)
         self.eval()
 
     def train(self, mode: bool = True) -> ProgramModule:
@@ -130,7 +132,27 @@ class ProgramModule(nn.Module):
 
     def _run(self, inputs: Sequence[Any]) -> list[Any]:
         if not torch.compiler.is_exporting():
-            _check_inputs(inputs, self.signature.inputs)
+            # Raise UsageError for the first input that does not match the signature.
+            named: dict[str, tuple[int, str]] = {}
+            for value, spec in zip(inputs, self.signature.inputs, strict=True):
+                if not isinstance(value, torch.Tensor):
+                    raise UsageError(f"{spec.name} must be a tensor, not {type(value).__name__}")
+                dtype, wanted = str(value.dtype).removeprefix("torch."), ", ".join(map(str, spec.shape))
+                fixed = zip(value.shape, spec.shape, strict=False)
+                if (
+                    dtype != spec.dtype
+                    or len(value.shape) != len(spec.shape)
+                    or any(isinstance(size, int) and size != have for have, size in fixed)
+                ):
+                    raise UsageError(
+                        f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"
+                    )
+                for have, size in zip(value.shape, spec.shape, strict=True):
+                    if not isinstance(size, int) and named.setdefault(size, (have, spec.name))[0] != have:
+                        first, where = named[size]
+                        raise UsageError(
+                            f"{size} is {first} in {where} and {have} in {spec.name}: both must be equal"
+                        )
         device = self.device
         found: dict[str, Any] = dict(zip(self._program.inputs, inputs, strict=True))
         for name, (_, stored) in self._program.tensors.items():
@@ -154,40 +176,3 @@ def _check_free(owner: nn.Module, name: str, stored: str) -> None:
 
 
 _EMPTY = nn.Module()
-
-
-def _with_names(arguments: Sequence[Argument]) -> Callable[..., Any]:
-    """Return a `forward` whose signature has the names of the original's arguments."""
-
-    def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
-        return self._called(*args, **kwargs)
-
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = [inspect.Parameter(one.name, kinds[one.positional]) for one in arguments]
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = inspect.Signature([own, *named])  # type: ignore[attr-defined]
-    return forward
-
-
-def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-    """Raise UsageError for the first input that does not match the signature."""
-    named: dict[str, tuple[int, str]] = {}
-    for value, spec in zip(inputs, specs, strict=True):
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(f"{spec.name} must be a tensor, not {type(value).__name__}")
-        dtype, wanted = str(value.dtype).removeprefix("torch."), ", ".join(map(str, spec.shape))
-        fixed = zip(value.shape, spec.shape, strict=False)
-        if (
-            dtype != spec.dtype
-            or len(value.shape) != len(spec.shape)
-            or any(isinstance(size, int) and size != have for have, size in fixed)
-        ):
-            raise UsageError(
-                f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"
-            )
-        for have, size in zip(value.shape, spec.shape, strict=True):
-            if not isinstance(size, int) and named.setdefault(size, (have, spec.name))[0] != have:
-                first, where = named[size]
-                raise UsageError(
-                    f"{size} is {first} in {where} and {have} in {spec.name}: both must be equal"
-                )

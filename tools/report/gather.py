@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.load.open import best_in
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.metadata.code.capture import captures
 from torchrelay.metadata.fs import read_lines
@@ -204,7 +205,7 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
         updated=moment_of({"time": status.get("updated")}),
         exit_code=_whole(status.get("exit_code")),
         exit_reason=_exit_reason(status),
-        best=best_of(identity.get("best")),
+        best=best_in(identity.get("best")),
         hosts=_hosts(status, manifests),
         identity=identity,
         launches=launches_of(troubles.tried(recorded, none)),
@@ -234,14 +235,6 @@ def _exit_reason(status: Mapping[str, Json]) -> str:
             return str(status[name])
     stop = status.get("stop")
     return ", ".join(map(str, stop)) if isinstance(stop, list) else ""
-
-
-def best_of(said: Json) -> tuple[str, str] | None:
-    """The metric and direction that `run.json` calls best; None for anything odd."""
-    good = (
-        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] in ("min", "max")
-    )
-    return (said[0], said[1]) if good else None
 
 
 def _hosts(status: Mapping[str, Json], manifests: Sequence[Manifest]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from torchrelay.checkpoint.load.open import best_in
 from torchrelay.checkpoint.log.record import has_job
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.runtime import Worker
@@ -29,7 +30,7 @@ from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.local_copies import Wanted, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.tools.report.charts import Chart, count, spark
-from torchrelay.tools.report.gather import best_of, gather, points_of
+from torchrelay.tools.report.gather import gather, points_of
 from torchrelay.tools.report.page import policy, report_page, whole_page
 from torchrelay.tools.report.run_data import ReadLimits, RunFacts, Troubles, course_of, moment_of
 from torchrelay.tools.serving.serve import tell
@@ -166,7 +167,7 @@ def glance(run: RunDirectory) -> RunFacts:
         epoch=epoch if type(epoch) is int else None,
         stands=standing(run.path),
         updated=moment_of({"time": status.get("updated")}),
-        best=best_of(identity.get("best")),
+        best=best_in(identity.get("best")),
         identity=identity,
         course=course_of(points_of(run, troubles), {}),
         trouble=tuple(troubles.said),

@@ -86,7 +86,20 @@ def encode(manifest: Manifest) -> bytes:
         "values": [[row, manifest.values[row]] for row in sorted(manifest.values)],
     }
     texts = {key: _text(value) for key, value in {**manifest.extra, **known}.items()}
-    texts |= {**tables.texts, "shards": _shards_text(manifest.shards, words)}
+    # Rows that were checked: their numbers need no further check.
+    of = _by_column(ShardRow, sorted(manifest.shards, key=in_order))
+    digests = bytes.fromhex("".join(of["header_sha256"]))
+    columns = {
+        "node": pack_numbers(of["node"]),
+        "group": words.column(of["group"]),
+        "part": pack_numbers(of["part"]),
+        "bytes": pack_numbers(of["nbytes"]),
+        "header_bytes": pack_numbers(of["header_bytes"]),
+        "header_sha256": base64.b64encode(digests).decode("ascii"),
+        "try": pack_numbers(of["source"]),
+    }
+    encoded = {key: canonical_json.dumps_read(column) for key, column in columns.items()}
+    texts |= {**tables.texts, "shards": canonical_json.object_of(encoded)}
     if len(words.numbers) > len(tables.words):
         texts["words"] = _text(list(words.numbers))
     return canonical_json.object_of(texts)
@@ -458,23 +471,6 @@ def _said(fields: Fields, key: str, count: int) -> Iterator[tuple[int, Json]]:
                 raise fields.wrong(key)
             seen.add(row)
             yield row, word
-
-
-def _shards_text(shards: Sequence[ShardRow], words: _Numbers) -> bytes:
-    """The text of checked rows, whose numbers need no further check."""
-    of = _by_column(ShardRow, sorted(shards, key=in_order))
-    digests = bytes.fromhex("".join(of["header_sha256"]))
-    columns = {
-        "node": pack_numbers(of["node"]),
-        "group": words.column(of["group"]),
-        "part": pack_numbers(of["part"]),
-        "bytes": pack_numbers(of["nbytes"]),
-        "header_bytes": pack_numbers(of["header_bytes"]),
-        "header_sha256": base64.b64encode(digests).decode("ascii"),
-        "try": pack_numbers(of["source"]),
-    }
-    texts = {key: canonical_json.dumps_read(column) for key, column in columns.items()}
-    return canonical_json.object_of(texts)
 
 
 def _shards(columns: TableColumns) -> tuple[ShardRow, ...]:

@@ -13,7 +13,6 @@ from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
     Cut,
-    EpochNodes,
     Layout,
     LeafRow,
     Manifest,
@@ -56,10 +55,40 @@ class RequiredFiles:
 def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
     """Check world, blobs, leaves and layouts; returns which files they need."""
     demand = _demand(what)
-    _check_world(manifest.world, demand)
-    _check_blobs(manifest, demand)
+    names = manifest.world.names
+    demand(bool(manifest.world.nodes), "it has no nodes")
+    demand(len(set(names)) == len(names), "a node is named twice")
+    if not all(map(NODE.fullmatch, names)):
+        name = next(name for name in names if not NODE.fullmatch(name))
+        demand(False, f"invalid node name {name!r}")
+    demand(len(manifest.world.host_of) == len(manifest.world.nodes), "hosts and nodes differ in number")
+    demand(_within(manifest.world.host_of, len(manifest.world.hosts)), "a node is on an unknown host")
+    blobs = {blob.name for blob in manifest.blobs}
+    demand(len(blobs) == len(manifest.blobs), "a blob is named twice")
+    _check_lengths(blobs, "blob", demand)
+    for blob in first_of_each(map(_KIND, manifest.blobs), manifest.blobs).values():
+        demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
+        demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
+    if not set(map(_BLOB, manifest.leaves)) <= blobs:
+        leaf = next(leaf for leaf in manifest.leaves if leaf.blob not in blobs)
+        demand(False, f"{leaf.name} is of unknown blob {leaf.blob!r}")
     for number, layout in enumerate(manifest.layouts):
-        _check_layout(manifest, layout, number, demand)
+        nodes = layout.nodes
+        demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
+        demand(_within(nodes, len(manifest.world.names)), f"layout {number} has unknown nodes")
+        if isinstance(layout, Mesh):
+            demand(
+                len(layout.extents) <= _MAX_MESH_DIMS
+                and math.prod(layout.extents) == len(nodes)
+                and len(layout.placements) == len(layout.extents),
+                f"layout {number}: a mesh of {list(layout.extents)} does not have {len(nodes)} nodes",
+            )
+            splits = [one for one in layout.placements if isinstance(one, Sharded)]
+            possible = all(one.dim >= 0 and one.split_factor >= 1 for one in splits)
+            factor = math.prod(one.split_factor for one in splits)
+            demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has invalid placements")
+        if isinstance(layout, Split):
+            _check_split(manifest, layout, number, demand)
     _check_leaves(manifest, demand)
     _check_names(manifest, demand)
     for row in manifest.values:
@@ -72,8 +101,30 @@ def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
 def check_files(manifest: Manifest, stored: Iterable[RequiredFiles], what: str) -> None:
     """Check the attempts and the shards, and that all required files exist."""
     demand = _demand(what)
-    _check_attempts(manifest, demand)
-    _check_shards(manifest, demand)
+    tries, position = manifest.tries, manifest.position
+    demand(bool(tries) and len(set(tries)) == len(tries), f"its attempts are {tries}")
+    for name in tries:
+        check_attempt(name)
+    demand(0 <= position.epoch <= MAX_EPOCH and 0 <= position.step < 10**9, f"its position is {position}")
+    demand(
+        tries[0].rpartition("-")[0] == position.directory("")[:-1], f"attempt {tries[0]} is not of {position}"
+    )
+    if not _plain(manifest):
+        for shard in manifest.shards:
+            name = f"the shard of node {shard.node}, group {shard.group}"
+            demand(
+                0 <= shard.node < len(manifest.world.names) and 0 <= shard.source < len(tries),
+                f"{name} is of an unknown node or attempt",
+            )
+            demand(GROUP.fullmatch(shard.group) is not None, f"{name} has no group")
+            demand(0 < shard.header_bytes <= shard.nbytes, f"{name} has an invalid size")
+            demand(shard.nbytes <= LARGEST, f"{name} has an invalid size")
+            demand(_SHA256.fullmatch(shard.header_sha256) is not None, f"{name} has no digest")
+        for (_, node, group), parts in manifest.files.items():
+            numbers = [shard.part for shard in parts]
+            demand(
+                numbers == list(range(1, len(parts) + 1)), f"node {node}, group {group} has parts {numbers}"
+            )
     present: dict[tuple[int, str], set[int]] = defaultdict(set)
     for files, some in groupby(manifest.shards, _FILES):
         present[files].update(map(_NODE, some))
@@ -94,64 +145,11 @@ def _demand(what: str) -> Demand:
     return demand
 
 
-def _check_attempts(manifest: Manifest, demand: Demand) -> None:
-    tries, position = manifest.tries, manifest.position
-    demand(bool(tries) and len(set(tries)) == len(tries), f"its attempts are {tries}")
-    for name in tries:
-        check_attempt(name)
-    demand(0 <= position.epoch <= MAX_EPOCH and 0 <= position.step < 10**9, f"its position is {position}")
-    demand(
-        tries[0].rpartition("-")[0] == position.directory("")[:-1], f"attempt {tries[0]} is not of {position}"
-    )
-
-
-def _check_world(world: EpochNodes, demand: Demand) -> None:
-    names = world.names
-    demand(bool(world.nodes), "it has no nodes")
-    demand(len(set(names)) == len(names), "a node is named twice")
-    if not all(map(NODE.fullmatch, names)):
-        name = next(name for name in names if not NODE.fullmatch(name))
-        demand(False, f"invalid node name {name!r}")
-    demand(len(world.host_of) == len(world.nodes), "hosts and nodes differ in number")
-    demand(_within(world.host_of, len(world.hosts)), "a node is on an unknown host")
-
-
-def _check_blobs(manifest: Manifest, demand: Demand) -> None:
-    names = {blob.name for blob in manifest.blobs}
-    demand(len(names) == len(manifest.blobs), "a blob is named twice")
-    _check_lengths(names, "blob", demand)
-    for blob in first_of_each(map(_KIND, manifest.blobs), manifest.blobs).values():
-        demand(blob.kind in ("tensor", "value", "stateful"), f"blob {blob.name} is of kind {blob.kind!r}")
-        demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
-    if not set(map(_BLOB, manifest.leaves)) <= names:
-        leaf = next(leaf for leaf in manifest.leaves if leaf.blob not in names)
-        demand(False, f"{leaf.name} is of unknown blob {leaf.blob!r}")
-
-
 def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
     lengths = set(map(len, names))
     if lengths and not 0 < min(lengths) <= max(lengths) <= LONGEST_NAME:
         name = next(name for name in names if not 0 < len(name) <= LONGEST_NAME)
         demand(False, f"invalid {what} name {name!r:.80}")
-
-
-def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:
-    nodes = layout.nodes
-    demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
-    demand(_within(nodes, len(manifest.world.names)), f"layout {number} has unknown nodes")
-    if isinstance(layout, Mesh):
-        demand(
-            len(layout.extents) <= _MAX_MESH_DIMS
-            and math.prod(layout.extents) == len(nodes)
-            and len(layout.placements) == len(layout.extents),
-            f"layout {number}: a mesh of {list(layout.extents)} does not have {len(nodes)} nodes",
-        )
-        splits = [one for one in layout.placements if isinstance(one, Sharded)]
-        possible = all(one.dim >= 0 and one.split_factor >= 1 for one in splits)
-        factor = math.prod(one.split_factor for one in splits)
-        demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has invalid placements")
-    if isinstance(layout, Split):
-        _check_split(manifest, layout, number, demand)
 
 
 def _check_split(manifest: Manifest, layout: Split, number: int, demand: Demand) -> None:
@@ -180,48 +178,43 @@ def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     _check_lengths([leaf.name for leaf in manifest.leaves], "leaf", demand)
     forms = first_of_each(map(_COMMON, manifest.leaves), manifest.leaves).values()
     for leaf in forms:
-        _check_form(manifest, leaf, demand)
+        name = leaf.name
+        demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
+        demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
+        demand(GROUP.fullmatch(leaf.group) is not None, f"{name} is in group {leaf.group!r}")
+        demand(0 <= leaf.layout < len(manifest.layouts), f"{name} has an unknown layout")
+        demand(0 <= leaf.source < len(manifest.tries), f"{name} is in an unknown attempt")
+        layout = manifest.layouts[leaf.layout]
+        per_node = isinstance(layout, PerNode)
+        demand(
+            per_node == (leaf.scope in ("rank", "host")), f"{name} of scope {leaf.scope} has another layout"
+        )
+        if isinstance(layout, Split):
+            demand(leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
+        if isinstance(layout, Mesh):
+            dims = [one.dim for one in layout.placements if isinstance(one, Sharded)]
+            possible = leaf.kind == "tensor" and leaf.scope == "sharded"
+            demand(possible and max(dims, default=-1) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
+        demand(leaf.kind in ("tensor", "value"), f"{name} is of kind {leaf.kind!r}")
     for leaf in forms:  # once all are known to be of this version
-        _check_size(leaf, demand)
+        if leaf.kind == "value":
+            demand(leaf.dtype is None and leaf.shape == (), f"value {leaf.name} has a dtype or a shape")
+        else:
+            demand(leaf.dtype is not None, f"tensor {leaf.name} has no dtype")
+            size = dtypes.by_name(leaf.dtype or "").itemsize
+            for extent in leaf.shape:
+                # Checked before the product is computed: extents that overflow never meet an extent of zero.
+                size *= max(extent, 1)
+                demand(size <= LARGEST, f"the shape of {leaf.name} overflows")
+            expected = 0 if 0 in leaf.shape else size
+            demand(
+                leaf.nbytes == expected,
+                f"{leaf.name} has {leaf.nbytes} bytes, its shape and dtype need {expected}",
+            )
     split = {n: layout.index for n, layout in enumerate(manifest.layouts) if isinstance(layout, Split)}
     for row, number in enumerate(map(_LAYOUT, manifest.leaves)) if split else ():
         if number in split and row not in split[number]:
             demand(False, f"{manifest.leaves[row].name} is not among the leaves of its layout")
-
-
-def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
-    name = leaf.name
-    demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
-    demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
-    demand(GROUP.fullmatch(leaf.group) is not None, f"{name} is in group {leaf.group!r}")
-    demand(0 <= leaf.layout < len(manifest.layouts), f"{name} has an unknown layout")
-    demand(0 <= leaf.source < len(manifest.tries), f"{name} is in an unknown attempt")
-    layout = manifest.layouts[leaf.layout]
-    per_node = isinstance(layout, PerNode)
-    demand(per_node == (leaf.scope in ("rank", "host")), f"{name} of scope {leaf.scope} has another layout")
-    if isinstance(layout, Split):
-        demand(leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
-    if isinstance(layout, Mesh):
-        dims = [one.dim for one in layout.placements if isinstance(one, Sharded)]
-        possible = leaf.kind == "tensor" and leaf.scope == "sharded"
-        demand(possible and max(dims, default=-1) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
-    demand(leaf.kind in ("tensor", "value"), f"{name} is of kind {leaf.kind!r}")
-
-
-def _check_size(leaf: LeafRow, demand: Demand) -> None:
-    if leaf.kind == "value":
-        demand(leaf.dtype is None and leaf.shape == (), f"value {leaf.name} has a dtype or a shape")
-        return
-    demand(leaf.dtype is not None, f"tensor {leaf.name} has no dtype")
-    size = dtypes.by_name(leaf.dtype or "").itemsize
-    for extent in leaf.shape:
-        # Checked before the product is computed: extents that overflow never meet an extent of zero.
-        size *= max(extent, 1)
-        demand(size <= LARGEST, f"the shape of {leaf.name} overflows")
-    expected = 0 if 0 in leaf.shape else size
-    demand(
-        leaf.nbytes == expected, f"{leaf.name} has {leaf.nbytes} bytes, its shape and dtype need {expected}"
-    )
 
 
 def _check_names(manifest: Manifest, demand: Demand) -> None:
@@ -237,25 +230,6 @@ def _check_names(manifest: Manifest, demand: Demand) -> None:
             targets = [manifest.leaves[row] for row in manifest.rows.get(leaf.alias_of, ())]
             fits = [one.alias_of is None for one in targets if (one.dtype, one.shape, one.kind) == form]
             demand(bool(fits) and all(fits), f"{leaf.name} is an alias of nothing")
-
-
-def _check_shards(manifest: Manifest, demand: Demand) -> None:
-    if _plain(manifest):
-        return
-    world, tries = manifest.world, manifest.tries
-    for shard in manifest.shards:
-        name = f"the shard of node {shard.node}, group {shard.group}"
-        demand(
-            0 <= shard.node < len(world.names) and 0 <= shard.source < len(tries),
-            f"{name} is of an unknown node or attempt",
-        )
-        demand(GROUP.fullmatch(shard.group) is not None, f"{name} has no group")
-        demand(0 < shard.header_bytes <= shard.nbytes, f"{name} has an invalid size")
-        demand(shard.nbytes <= LARGEST, f"{name} has an invalid size")
-        demand(_SHA256.fullmatch(shard.header_sha256) is not None, f"{name} has no digest")
-    for (_, node, group), parts in manifest.files.items():
-        numbers = [shard.part for shard in parts]
-        demand(numbers == list(range(1, len(parts) + 1)), f"node {node}, group {group} has parts {numbers}")
 
 
 def _plain(manifest: Manifest) -> bool:

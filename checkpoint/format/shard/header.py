@@ -166,7 +166,17 @@ def cut(
     `values_text` is the canonical JSON of the values, if already made. Raises BlobError for a key that occurs
     twice, an alias without target, or values that are too large for a header.
     """
-    by_target = _aliases_by_target(entries, aliases)
+    # The encoded names of tied leaves, by the key that holds their bytes.
+    keys = set(entries.keys)
+    if len(keys) != len(entries):
+        twice = next(key for key, times in Counter(entries.keys).items() if times > 1)
+        raise BlobError(f"{twice} occurs twice in one shard")
+    by_target: dict[str, list[str]] = {}
+    for name, target in sorted(aliases.items()):
+        alias, key = encode_name(name), format_key(target)
+        if key not in keys or alias in keys:
+            raise BlobError(f"{name} cannot be an alias of {key} in this shard")
+        by_target.setdefault(key, []).append(alias)
     text = canonical_json.dumps(dict(values), within=1) if values_text is None else values_text
     said = canonical_json.dumps([identity.job, identity.node, identity.group, identity.attempt_name])
     fixed = _quoted_bytes(said) + _quoted_bytes(text) + ALIGNMENT  # at least the bytes beside the entries
@@ -200,21 +210,6 @@ def _runs(
             data, header = 0, others
         data, header = data + form.nbytes, header + cost
     return [entries.among(range(*edges)) for edges in pairwise([*begins, len(entries)])]
-
-
-def _aliases_by_target(entries: Entries, aliases: Mapping[str, Key]) -> dict[str, list[str]]:
-    """The encoded names of tied leaves, by the key that holds their bytes."""
-    keys = set(entries.keys)
-    if len(keys) != len(entries):
-        twice = next(key for key, times in Counter(entries.keys).items() if times > 1)
-        raise BlobError(f"{twice} occurs twice in one shard")
-    found: dict[str, list[str]] = {}
-    for name, target in sorted(aliases.items()):
-        alias, text = encode_name(name), format_key(target)
-        if text not in keys or alias in keys:
-            raise BlobError(f"{name} cannot be an alias of {text} in this shard")
-        found.setdefault(text, []).append(alias)
-    return found
 
 
 def _quoted_bytes(text: bytes) -> int:
@@ -261,7 +256,20 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
     data = range(len(header), file_bytes)
     written = written_header(header, len(data))
     text, said = (written[0], None) if written else _decoded(header, what, vouched)
-    inner = _parse_metadata(text, what, vouched)
+    inner = metadata_with_rows(text) or canonical_json.loads(
+        text, what=f"{what}: metadata", limit_bytes=len(text), again=vouched
+    )
+    if not isinstance(inner, dict):
+        raise DamagedError(f"{what}: the metadata are not a JSON object")
+    canonical_json.check_stamp(inner.get("format"), what=what)
+    if inner.get("digest") != digest.NAME or inner.get("block") != digest.BLOCK or "encryption" in inner:
+        raise FormatError(
+            f"{what} has digests or an encryption that this torchrelay does not know: use a newer one"
+        )
+    try:
+        inner["digests"] = base64.b64decode(str(inner.get("digests")), validate=True)
+    except (binascii.Error, ValueError):
+        raise DamagedError(f"{what}: the digests are not base64") from None
     pieces, digests = _pieces(inner, what), inner["digests"]
     if written and written[2].blocks[-1] * digest.SIZE == len(digests):
         columns = replace(written[2], digests=digests, data_start=data.start)
@@ -299,24 +307,6 @@ def _decoded(header: bytes, what: str, vouched: bool) -> tuple[str, dict[str, Js
     if not isinstance(text, str):
         raise FormatError(f"{what} was not written by torchrelay: its metadata do not mention it")
     return text, said
-
-
-def _parse_metadata(text: str, what: str, vouched: bool) -> dict[str, Json]:
-    inner = metadata_with_rows(text) or canonical_json.loads(
-        text, what=f"{what}: metadata", limit_bytes=len(text), again=vouched
-    )
-    if not isinstance(inner, dict):
-        raise DamagedError(f"{what}: the metadata are not a JSON object")
-    canonical_json.check_stamp(inner.get("format"), what=what)
-    if inner.get("digest") != digest.NAME or inner.get("block") != digest.BLOCK or "encryption" in inner:
-        raise FormatError(
-            f"{what} has digests or an encryption that this torchrelay does not know: use a newer one"
-        )
-    try:
-        inner["digests"] = base64.b64decode(str(inner.get("digests")), validate=True)
-    except (binascii.Error, ValueError):
-        raise DamagedError(f"{what}: the digests are not base64") from None
-    return inner
 
 
 def _identity(inner: dict[str, Json], what: str) -> ShardIdentity:
@@ -378,11 +368,7 @@ def _entries(
 
 
 def _one_by_one(
-    said: dict[str, Json],
-    pieces: dict[str, dict[str, Json]],
-    digests: bytes,
-    data: range,
-    what: str,
+    said: dict[str, Json], pieces: dict[str, dict[str, Json]], digests: bytes, data: range, what: str
 ) -> dict[str, StoredEntry]:
     """The same checks in file order: finds the error and its place."""
     entries: dict[str, StoredEntry] = {}

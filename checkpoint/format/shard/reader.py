@@ -64,11 +64,7 @@ all.
 
 
 def read_header(
-    storage: Storage,
-    path: str,
-    expect: ShardExpectation | None = None,
-    *,
-    vouched: bool = False,
+    storage: Storage, path: str, expect: ShardExpectation | None = None, *, vouched: bool = False
 ) -> ShardHeader:
     """Read and check everything before the data; no data are read.
 

@@ -301,11 +301,7 @@ def in_order(numbers: Sequence[int], memories: Sequence[Memory]) -> tuple[Sequen
 
 
 def batches(
-    path: str,
-    entries: StoredEntries,
-    numbers: Sequence[int],
-    memories: Sequence[Memory] = (),
-    gap: int = 0,
+    path: str, entries: StoredEntries, numbers: Sequence[int], memories: Sequence[Memory] = (), gap: int = 0
 ) -> Iterator[EntryBatch]:
     """Entries, in file order and none of them empty or larger than a block, in batches.
 

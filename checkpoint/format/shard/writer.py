@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import xxhash
@@ -35,7 +36,7 @@ from torchrelay.checkpoint.format.dtypes import (
     block_digests,
     digests_of,
     first_blocks,
-    memories_of,
+    memories_at,
 )
 from torchrelay.checkpoint.format.names import Key, ShardName, shard_file_name
 from torchrelay.checkpoint.format.shard.entries import Entries
@@ -157,7 +158,11 @@ def _copy(entries: Entries, numbers: range) -> bytes:
         data = entries.data[some.start : some.stop]
         memories: Sequence[Memory] = data if entries.kept is not None else ()
         if entries.kept is None and all_dense(data) and all_in_order(data):
-            memories = memories_of(data)
+            # The bytes of each, valid as long as the tensors are alive.
+            import torch
+
+            sizes = list(map(attrgetter("nbytes"), data))
+            memories = memories_at(list(map(torch.Tensor.data_ptr, data)), sizes)
         if not memories or list(map(len, memories)) != entries.sizes[some.start : some.stop]:
             memories = [_bytes_of(entries, number) for number in some]
         found.append(b"".join(memories))

@@ -163,7 +163,26 @@ class _Load:
         if isinstance(self.local, LBFGS):
             self._check_joint_state()
         if self.draft.kept or self.draft.options.cast is not None:
-            self._look_at_owners()
+            # Raise for a partial exclusion of a parameter's state, and let state follow its type.
+            prefix = state_prefix(self.blob)
+            owners: dict[str, torch.Tensor] = {}
+            for spec in self._beginning(prefix):
+                name = blob_of(spec.name[len(prefix) :].rpartition(".")[0], self.members)
+                if name is None:
+                    continue
+                owner = owners[name] = self.members[name]
+                stored = self.draft.specs.get(name)
+                followed = (
+                    stored is not None and stored.dtype == spec.dtype and self.draft.fits(stored, owner)
+                )
+                key = spec.name[len(prefix) + len(name) + 1 :]
+                followed = followed and self.draft.specs.get(spec.stored_as, spec).blob == self.blob
+                if followed and spec.dtype != dtype_name(owner.dtype) and key != "step":
+                    self.draft.converted[spec.stored_as] = owner.dtype
+            left = [one[len(prefix) :] for one in self.draft.kept if one.startswith(prefix)]
+            parts = {blob_of(one.rpartition(".")[0], self.members) for one in left}
+            for name in filter(parts.__contains__, owners):
+                self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
         rest = self.draft.rest(self.blob)
         values = [spec for spec in rest if spec.kind == "value" and spec.role is not Role.SUBCLASS]
         # Building them takes the tensors inside, which are not entries themselves.
@@ -204,29 +223,6 @@ class _Load:
                 self.draft.unlike(
                     f"{name} in {self.blob} is {list(parameter.shape)} here, {spec} in the checkpoint"
                 )
-
-    def _look_at_owners(self) -> None:
-        """Raise for a partial exclusion of a parameter's state, and let state follow its type.
-
-        Torch's `load_state_dict` casts state too, except the step counter.
-        """
-        prefix = state_prefix(self.blob)
-        owners: dict[str, torch.Tensor] = {}
-        for spec in self._beginning(prefix):
-            name = blob_of(spec.name[len(prefix) :].rpartition(".")[0], self.members)
-            if name is None:
-                continue
-            owner = owners[name] = self.members[name]
-            stored = self.draft.specs.get(name)
-            followed = stored is not None and stored.dtype == spec.dtype and self.draft.fits(stored, owner)
-            key = spec.name[len(prefix) + len(name) + 1 :]
-            followed = followed and self.draft.specs.get(spec.stored_as, spec).blob == self.blob
-            if followed and spec.dtype != dtype_name(owner.dtype) and key != "step":
-                self.draft.converted[spec.stored_as] = owner.dtype
-        left = [one[len(prefix) :] for one in self.draft.kept if one.startswith(prefix)]
-        parts = {blob_of(one.rpartition(".")[0], self.members) for one in left}
-        for name in filter(parts.__contains__, owners):
-            self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
 
     def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
         prefix = groups_prefix(self.blob)

@@ -121,7 +121,18 @@ class Example:
 
 def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None, dynamic: Dynamic) -> Example:
     """Convert a tensor, a sequence of arguments, or a mapping of them by name; UsageError."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, _bound(model, inputs))
+    # Positional and named arguments, in the order of `forward`.
+    by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
+    given = () if by_name else tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*given, **by_name)
+    except TypeError as error:
+        raise UsageError(
+            f"inputs do not fit {type(model).__name__}.forward{signature}: {error}; give a tensor, a "
+            "sequence of arguments, or a mapping of them by name (a dict as an argument: in a tuple)"
+        ) from None
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, (bound.args, bound.kwargs))
     leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
     found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not found:
@@ -130,21 +141,6 @@ def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None,
     chosen = chosen_names("input_names", names, own)
     tensors = dict(zip(chosen, (leaf for _, leaf in found), strict=True))
     return Example(args, kwargs, chosen, _sizes(tensors, dynamic))
-
-
-def _bound(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments, in the order of `forward`."""
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args = () if kwargs else tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
-    signature = inspect.signature(model.forward)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise UsageError(
-            f"inputs do not fit {type(model).__name__}.forward{signature}: {error}; give a tensor, a "
-            "sequence of arguments, or a mapping of them by name (a dict as an argument: in a tuple)"
-        ) from None
-    return bound.args, bound.kwargs
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,7 +274,14 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
                 f"opset={opset}: torch {torch.__version__} writes this model in operator set {written} "
                 "instead; choose another one"
             )
-        states = _states(graph, program)
+        # Names of initializers that are parameters and buffers, by `id` of the value.
+        tensors = {**dict(program.named_buffers()), **program.state_dict}
+        places = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+        states = {}
+        for value in graph.graph.initializers.values():
+            raw = getattr(value.const_value, "raw", None)
+            if isinstance(raw, torch.Tensor) and (name := places.get(raw.data_ptr())) is not None:
+                states[id(value)] = (value, name)
         _simplify(graph, states)
         for value, name in states.values():  # torch renames a state if an input has its name
             if value.name != name and value.is_initializer():
@@ -332,18 +335,6 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
     return graph
 
 
-def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tuple[Value, str]]:
-    """Return the names of initializers that are parameters and buffers, by `id` of the value."""
-    tensors = {**dict(program.named_buffers()), **program.state_dict}
-    places = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
-    found = {}
-    for value in graph.graph.initializers.values():
-        raw = getattr(value.const_value, "raw", None)
-        if isinstance(raw, torch.Tensor) and (name := places.get(raw.data_ptr())) is not None:
-            found[id(value)] = (value, name)
-    return found
-
-
 def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
     """Fold constants and remove unused nodes; onnxscript's `optimize` would also merge equal states."""
     from onnx_ir.passes import common
@@ -368,7 +359,14 @@ def _values(graph: Model) -> list[Value]:
 def own_copy(model: nn.Module) -> nn.Module:
     """Copy the module without torch's wrappers; raises UsageError if it cannot be copied."""
     bare = bare_module(model)
-    _check_whole(bare)
+    for name, tensor in [*bare.named_parameters(), *bare.named_buffers()]:
+        if hasattr(tensor, "full_tensor"):
+            raise UsageError(
+                f"{name} is sharded over ranks (DTensor): export a plain model that has loaded "
+                "ctx.full_state_dict(module), or use OnnxExport(build=...)"
+            )
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
+            raise UsageError(f"{name} has no values yet (lazy or meta): call the model once")
     # Also other tensors of modules, such as computed weights.
     others = [one for part in bare.modules() for one in vars(part).values() if isinstance(one, torch.Tensor)]
     known: dict[int, Any] = {}
@@ -405,14 +403,3 @@ def bare_module(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"{model!r:.80} is not a torch.nn.Module: give the model itself")
     return innermost(model)
-
-
-def _check_whole(model: nn.Module) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if hasattr(tensor, "full_tensor"):
-            raise UsageError(
-                f"{name} is sharded over ranks (DTensor): export a plain model that has loaded "
-                "ctx.full_state_dict(module), or use OnnxExport(build=...)"
-            )
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
-            raise UsageError(f"{name} has no values yet (lazy or meta): call the model once")

@@ -288,7 +288,27 @@ def _compared(path: Path, cases: Sequence[Case], tolerance: tuple[float, float])
         except Exception as error:
             raise UsageError(_not_run(error)) from error
         for (name, wanted), answer in zip(case.outputs.items(), found, strict=True):
-            worst = max(worst, _difference(name, torch.from_numpy(answer), wanted, tolerance, case.extents))
+            result = torch.from_numpy(answer)
+            where = (
+                ", ".join(f"{size} {extent}" for size, extent in case.extents.items())
+                or "the inputs as given"
+            )
+            if result.shape != wanted.shape or result.dtype != wanted.dtype:
+                raise UsageError(
+                    f"output {name!r} is {result.dtype} {list(result.shape)} in ONNX and {wanted.dtype} "
+                    f"{list(wanted.shape)} in torch, with {where}: nothing was written"
+                )
+            rtol, atol = tolerance if wanted.is_floating_point() else (0.0, 0.0)
+            ours, theirs = result.double(), wanted.double()
+            apart = (ours - theirs).abs().nan_to_num(nan=0.0, posinf=float("inf"))
+            apart[ours == theirs] = 0.0
+            greatest = float(apart.max()) if apart.numel() else 0.0
+            if not torch.allclose(ours, theirs, rtol=rtol, atol=atol, equal_nan=True):
+                raise UsageError(
+                    f"output {name!r} differs by up to {greatest:.3g} between ONNX and torch, with {where} "
+                    f"(allowed: {atol:g} + {rtol:g} of the value): nothing was written"
+                )
+            worst = max(worst, greatest)
     return worst
 
 
@@ -308,11 +328,6 @@ def _case(
             f"the model itself fails with the inputs ({said or 'as given'}): {type(error).__name__}: "
             f"{str(error).strip().partition(chr(10))[0]:.200}{remedy}"
         ) from error
-    outputs = _outputs(answer, names)
-    return Case(extents, dict(zip(example.names, inputs, strict=True)), outputs)
-
-
-def _outputs(answer: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor]:
     leaves = pytree.tree_flatten_with_path(answer)[0]
     own = leaf_names([name_of_path(path) or "output" for path, leaf in leaves if leaf is not None])
     tensors = [leaf for _, leaf in leaves if leaf is not None]
@@ -322,7 +337,8 @@ def _outputs(answer: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor
     if not tensors:
         raise UsageError("forward returns no tensor, so there is nothing to export")
     chosen = chosen_names("output_names", names, own)
-    return dict(zip(chosen, (one.detach().clone() for one in tensors), strict=True))
+    outputs = dict(zip(chosen, (one.detach().clone() for one in tensors), strict=True))
+    return Case(extents, dict(zip(example.names, inputs, strict=True)), outputs)
 
 
 def _session(path: Path) -> Any:
@@ -343,29 +359,3 @@ def _not_run(error: Exception) -> str:
         f"onnxruntime cannot run the exported model, so nothing was written: {reason:.300}; "
         "compare=False skips the comparison"
     )
-
-
-def _difference(
-    name: str,
-    found: torch.Tensor,
-    wanted: torch.Tensor,
-    tolerance: tuple[float, float],
-    extents: Mapping[str, int],
-) -> float:
-    where = ", ".join(f"{size} {extent}" for size, extent in extents.items()) or "the inputs as given"
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        raise UsageError(
-            f"output {name!r} is {found.dtype} {list(found.shape)} in ONNX and {wanted.dtype} "
-            f"{list(wanted.shape)} in torch, with {where}: nothing was written"
-        )
-    rtol, atol = tolerance if wanted.is_floating_point() else (0.0, 0.0)
-    ours, theirs = found.double(), wanted.double()
-    apart = (ours - theirs).abs().nan_to_num(nan=0.0, posinf=float("inf"))
-    apart[ours == theirs] = 0.0
-    greatest = float(apart.max()) if apart.numel() else 0.0
-    if not torch.allclose(ours, theirs, rtol=rtol, atol=atol, equal_nan=True):
-        raise UsageError(
-            f"output {name!r} differs by up to {greatest:.3g} between ONNX and torch, with {where} "
-            f"(allowed: {atol:g} + {rtol:g} of the value): nothing was written"
-        )
-    return greatest

@@ -345,12 +345,8 @@ def _on_tensors(
     except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
         if type(error).__module__.startswith("torch."):
             raise  # errors of tracing belong to the tracer
-        raise UsageError(f"{node} failed on {_description(inputs)}: {error}") from error
-
-
-def _description(inputs: list[Any]) -> str:
-    shapes = (
-        f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else str(one)[:60]
-        for one in inputs
-    )
-    return ", ".join(shapes) or "no inputs"
+        shapes = (
+            f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else str(one)[:60]
+            for one in inputs
+        )
+        raise UsageError(f"{node} failed on {(', '.join(shapes) or 'no inputs')}: {error}") from error

@@ -314,13 +314,8 @@ def content_of(model: Any, folder: Path | None, supported: Collection[tuple[str,
     """Convert a ModelProto, using no more memory than the size of the file; UsageError, DamagedError."""
     model = _known_model(model)
     versions = _opsets(model)
-    _check_supported(model.graph, versions, supported)
-    return _Builder(versions, folder).content(model.graph)
-
-
-def _check_supported(graph: Any, versions: dict[str, int], supported: Collection[tuple[str, str]]) -> None:
-    """Raise UsageError with all unsupported operators and how often they occur."""
-    kinds = Counter((_domain_of(node), node.op_type) for node in _nodes(graph.node))
+    # Raise UsageError with all unsupported operators and how often they occur.
+    kinds = Counter((_domain_of(node), node.op_type) for node in _nodes(model.graph.node))
     missing = {kind: count for kind, count in kinds.items() if kind not in supported}
     if missing:
         names = ", ".join(
@@ -337,6 +332,7 @@ def _check_supported(graph: Any, versions: dict[str, int], supported: Collection
                 f"the file uses version {versions[domain]} of {domain}, newer than the supported version "
                 f"{KNOWN_DOMAINS[domain]}"
             )
+    return _Builder(versions, folder).content(model.graph)
 
 
 class _Builder:

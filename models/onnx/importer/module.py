@@ -31,12 +31,7 @@ from torchrelay.models.onnx.importer.executor import (
     plan_of,
     run_plan,
 )
-from torchrelay.models.onnx.importer.graph import (
-    Graph,
-    ModelContent,
-    content_of,
-    read_model,
-)
+from torchrelay.models.onnx.importer.graph import Graph, ModelContent, content_of, read_model
 from torchrelay.models.onnx.importer.ops import arithmetic, cast, control_flow, layers, shape, spatial
 
 _FAMILIES = (arithmetic, cast, control_flow, layers, shape, spatial)
@@ -141,20 +136,6 @@ _MADE_UP = re.compile(
 """Names given by torch's exporters to constants in the code."""
 
 
-def kept_initializers(content: ModelContent, plan: ExecutionPlan) -> list[str]:
-    """Return the state dict keys: all for the whole model, else those of the plan."""
-    if plan.results == content.graph.outputs:
-        return list(content.initializers)
-    needed = {key for name, key in content.graph.initializers.items() if name in plan.needed}
-    nodes = [node for node, _ in plan.steps]
-    while nodes:
-        for one in nodes.pop().attributes.values():
-            if isinstance(one, Graph):
-                needed.update(one.initializers.values())
-                nodes.extend(one.nodes)
-    return [key for key in content.initializers if key in needed]
-
-
 def trained_initializers(
     content: ModelContent, kept: Sequence[str], trainable: Sequence[str]
 ) -> frozenset[str]:
@@ -252,14 +233,32 @@ class OnnxModule(nn.Module):
         self._inner_plans: dict[int, ExecutionPlan] = {}
         self._known: dict[int | str, tuple[torch.Tensor, int, Ints | None]] = {}
         self.signature = content.signature
-        keys = kept_initializers(content, self._plan(self._ends))
+        # State dict keys: all for the whole model, else those of the plan.
+        plan = self._plan(self._ends)
+        if plan.results == content.graph.outputs:
+            keys = list(content.initializers)
+        else:
+            needed = {key for name, key in content.graph.initializers.items() if name in plan.needed}
+            nodes = [node for node, _ in plan.steps]
+            while nodes:
+                for one in nodes.pop().attributes.values():
+                    if isinstance(one, Graph):
+                        needed.update(one.initializers.values())
+                        nodes.extend(one.nodes)
+            keys = [key for key in content.initializers if key in needed]
         self._paths = _paths_of(keys, self)
         keep(self, self._paths, content.initializers, trained_initializers(content, keys, trainable))
         holder = Container()
         for at, tensor in enumerate(content.constants):
             holder.register_buffer(f"c{at}", tensor, persistent=False)
         self.add_module(CONSTANTS, holder)
-        self._read_small()
+        # Read tensors that may be sizes, so that the model can be traced before it has run.
+        small: dict[int | str, torch.Tensor] = {key: kept(self, path) for key, path in self._paths.items()}
+        small.update(enumerate(self.get_submodule(CONSTANTS).buffers()))
+        for key, tensor in small.items():
+            sizes = not tensor.is_floating_point() or tensor.numel() <= 16
+            if sizes and not isinstance(tensor, nn.Parameter):
+                self._read_again(key, tensor)
         self.freeze(*as_patterns(freeze))
         self.train(begins_in_training(content))
 
@@ -377,15 +376,6 @@ class OnnxModule(nn.Module):
             with _disable_current_modes():  # read the real tensor while tracing
                 held = self._known[key] = (tensor, version, known_ints(tensor))
         return held[2]
-
-    def _read_small(self) -> None:
-        """Read tensors that may be sizes, so that the model can be traced before it has run."""
-        small: dict[int | str, torch.Tensor] = {key: kept(self, path) for key, path in self._paths.items()}
-        small.update(enumerate(self.get_submodule(CONSTANTS).buffers()))
-        for key, tensor in small.items():
-            sizes = not tensor.is_floating_point() or tensor.numel() <= 16
-            if sizes and not isinstance(tensor, nn.Parameter):
-                self._read_again(key, tensor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}, "_inner_plans": {}}

@@ -51,22 +51,6 @@ class _Direction:
     activations: tuple[Activation, ...]
 
 
-def _activations(
-    call: OpCall, each: int, default: tuple[str, ...], directions: int
-) -> list[tuple[Activation, ...]]:
-    names = call.get("activations", default * directions)
-    if len(names) != each * directions:
-        raise call.fail(f"{len(names)} activations for {directions} directions of {each} each")
-    alphas, betas = list(call.get("activation_alpha", ())), list(call.get("activation_beta", ()))
-    made = []
-    for name in names:
-        alpha, beta = _DEFAULTS.get(name, (0.0, 0.0))
-        alpha = alphas.pop(0) if alphas and name in _DEFAULTS else alpha
-        takes_beta = name in ("Affine", "ScaledTanh", "HardSigmoid")
-        made.append(_activation(name, alpha, betas.pop(0) if betas and takes_beta else beta))
-    return [tuple(made[at * each : (at + 1) * each]) for at in range(directions)]
-
-
 def _clipped(call: OpCall, x: Tensor) -> Tensor:
     return x.clamp(-call.get("clip"), call.get("clip")) if call.has("clip") else x
 
@@ -103,14 +87,6 @@ _STEPS = {"RNN": _rnn_step, "GRU": _gru_step, "LSTM": _lstm_step}
 
 _ORDER = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 2, 3, 1)}
 """Order of torch's gates among those of ONNX."""
-
-
-def _is_plain(call: OpCall, lengths: Tensor | None, p: Tensor | None, default: tuple[str, ...]) -> bool:
-    """Return True if torch has a kernel for this configuration."""
-    odd = lengths is not None or p is not None or call.has("clip") or call.get("input_forget", 0)
-    before = call.node.operator == "GRU" and not call.get("linear_before_reset", 0)
-    names = call.get("activations", default)
-    return not (odd or before) and all(one == default[at % len(default)] for at, one in enumerate(names))
 
 
 def _by_kernel(call: OpCall, x: Tensor, parts: list[_Direction]) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,13 +142,27 @@ def _recurrent(gates: int, each: int, default: tuple[str, ...]) -> Callable[...,
         zeros = x.new_zeros(directions, x.shape[1], size)
         b = x.new_zeros(directions, 2 * gates * size) if b is None else b
         h, c = (zeros if one is None else one for one in (h, c))
-        activations = _activations(call, each, default, directions)
+        names = call.get("activations", default * directions)
+        if len(names) != each * directions:
+            raise call.fail(f"{len(names)} activations for {directions} directions of {each} each")
+        alphas, betas = list(call.get("activation_alpha", ())), list(call.get("activation_beta", ()))
+        made = []
+        for name in names:
+            alpha, beta = _DEFAULTS.get(name, (0.0, 0.0))
+            alpha = alphas.pop(0) if alphas and name in _DEFAULTS else alpha
+            takes_beta = name in ("Affine", "ScaledTanh", "HardSigmoid")
+            made.append(_activation(name, alpha, betas.pop(0) if betas and takes_beta else beta))
+        activations = [tuple(made[at * each : (at + 1) * each]) for at in range(directions)]
         parts = [
             _Direction(w[at], r[at], wb, rb, h[at], c[at], None if p is None else p[at], activations[at])
             for at in range(directions)
             for wb, rb in [b[at].chunk(2)]
         ]
-        if _is_plain(call, lengths, p, default):
+        # True if torch has a kernel for this configuration.
+        odd = lengths is not None or p is not None or call.has("clip") or call.get("input_forget", 0)
+        before = call.node.operator == "GRU" and not call.get("linear_before_reset", 0)
+        names = call.get("activations", default)
+        if not (odd or before) and all(one == default[at % len(default)] for at, one in enumerate(names)):
             y, last, cell = _by_kernel(call, x, parts)
         else:
             backwards = call.get("direction", "forward") == "reverse"

@@ -189,19 +189,15 @@ def _attention(
     capped = cap * torch.tanh(raw / cap) if cap else raw
     bias = _bias(call, capped, mask, valid, past)
     biased = capped if bias is None else capped + bias
-    weights = _weights(call, biased)
+    precision = call.get("softmax_precision", 0)
+    wide = biased.to(dtype_of(precision, str(call.node))) if precision else biased
+    alone = torch.isneginf(wide).all(-1, keepdim=True)  # a row without attention gives 0
+    found = torch.softmax(torch.where(alone, torch.zeros_like(wide), wide), -1)
+    weights = torch.where(alone, torch.zeros_like(found), found).to(biased.dtype)
     y = torch.matmul(weights.to(values.dtype), values)
     y = y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1) if packed else y
     seen = (raw, capped, biased, weights)[call.get("qk_matmul_output_mode", 0)]
     return (y, k, v, seen)[: max(call.outputs, 1)]
-
-
-def _weights(call: OpCall, scores: Tensor) -> Tensor:
-    precision = call.get("softmax_precision", 0)
-    wide = scores.to(dtype_of(precision, str(call.node))) if precision else scores
-    alone = torch.isneginf(wide).all(-1, keepdim=True)  # a row without attention gives 0
-    found = torch.softmax(torch.where(alone, torch.zeros_like(wide), wide), -1)
-    return torch.where(alone, torch.zeros_like(found), found).to(scores.dtype)
 
 
 def _bias(

@@ -368,16 +368,14 @@ def _best(corners: Tensor, scores: Tensor, limit: int, share: float, least: floa
     while order.numel() and len(chosen) < limit:
         first, order = order[0], order[1:]
         chosen.append(int(first))
-        order = order[_overlaps(corners[first], corners[order]) <= share]
+        # Intersection over union.
+        one = corners[first]
+        others = corners[order]
+        sides = torch.minimum(one[2:], others[:, 2:]) - torch.maximum(one[:2], others[:, :2])
+        common = sides.clamp(min=0).prod(1)
+        areas = (others[:, 2:] - others[:, :2]).prod(1) + (one[2:] - one[:2]).prod()
+        order = order[(common / (areas - common)) <= share]
     return chosen
-
-
-def _overlaps(one: Tensor, others: Tensor) -> Tensor:
-    """Return intersection over union."""
-    sides = torch.minimum(one[2:], others[:, 2:]) - torch.maximum(one[:2], others[:, :2])
-    common = sides.clamp(min=0).prod(1)
-    areas = (others[:, 2:] - others[:, :2]).prod(1) + (one[2:] - one[:2]).prod()
-    return common / (areas - common)
 
 
 OPERATORS: dict[str, Any] = {

@@ -64,7 +64,28 @@ def _resized(
             out = (where < 0) | (where > x.shape[axis] - 1)
             out = out.reshape([-1 if one == axis else 1 for one in range(x.dim())])
             outside = out if outside is None else outside | out
-        x = _along(call, x, axis, where, factor, nearest)
+        mode, length = call.get("mode", "nearest"), x.shape[axis]
+        if mode == "nearest":
+            found = _NEAREST.get(nearest, lambda one: torch.ceil(one - 0.5))(where)
+            x = x.index_select(axis, found.long().clamp(0, length - 1))
+        else:
+            squeeze = min(factor, 1.0) if call.get("antialias", 0) else 1.0
+            reach = (1 if mode == "linear" else 2) / squeeze
+            first = torch.floor(where - reach).long() + 1
+            near = first[:, None] + torch.arange(math.ceil(2 * reach) + 1, device=x.device)
+            distance = (where[:, None] - near) * squeeze
+            a = call.get("cubic_coeff_a", -0.75)
+            weights = (1 - distance.abs()).clamp(min=0) if mode == "linear" else _cubic(distance, a)
+            inside = (near >= 0) & (near < length)
+            if call.get("exclude_outside", 0):
+                weights = torch.where(inside, weights, torch.zeros_like(weights))
+            if call.get("exclude_outside", 0) or call.get("antialias", 0):
+                weights = weights / weights.sum(1, keepdim=True)
+            parts = x.index_select(axis, near.clamp(0, length - 1).reshape(-1))
+            parts = parts.reshape(*x.shape[:axis], *near.shape, *x.shape[axis + 1 :])
+            shape = [1] * parts.dim()
+            shape[axis], shape[axis + 1] = near.shape
+            x = (parts * weights.to(x.dtype).reshape(shape)).sum(axis + 1)
     if outside is not None:
         x = torch.where(outside, torch.tensor(call.get("extrapolation_value", 0.0), dtype=x.dtype), x)
     if not dtype.is_floating_point and call.get("mode", "nearest") != "nearest":
@@ -96,30 +117,6 @@ _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
     "ceil": torch.ceil,
     "round_prefer_ceil": lambda where: torch.floor(where + 0.5),
 }
-
-
-def _along(call: OpCall, x: Tensor, axis: int, where: Tensor, factor: float, nearest: str) -> Tensor:
-    mode, length = call.get("mode", "nearest"), x.shape[axis]
-    if mode == "nearest":
-        found = _NEAREST.get(nearest, lambda one: torch.ceil(one - 0.5))(where)
-        return x.index_select(axis, found.long().clamp(0, length - 1))
-    squeeze = min(factor, 1.0) if call.get("antialias", 0) else 1.0
-    reach = (1 if mode == "linear" else 2) / squeeze
-    first = torch.floor(where - reach).long() + 1
-    near = first[:, None] + torch.arange(math.ceil(2 * reach) + 1, device=x.device)
-    distance = (where[:, None] - near) * squeeze
-    a = call.get("cubic_coeff_a", -0.75)
-    weights = (1 - distance.abs()).clamp(min=0) if mode == "linear" else _cubic(distance, a)
-    inside = (near >= 0) & (near < length)
-    if call.get("exclude_outside", 0):
-        weights = torch.where(inside, weights, torch.zeros_like(weights))
-    if call.get("exclude_outside", 0) or call.get("antialias", 0):
-        weights = weights / weights.sum(1, keepdim=True)
-    parts = x.index_select(axis, near.clamp(0, length - 1).reshape(-1))
-    parts = parts.reshape(*x.shape[:axis], *near.shape, *x.shape[axis + 1 :])
-    shape = [1] * parts.dim()
-    shape[axis], shape[axis + 1] = near.shape
-    return (parts * weights.to(x.dtype).reshape(shape)).sum(axis + 1)
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:
@@ -184,17 +181,14 @@ def _bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
     found = torch.zeros((), dtype=image.dtype, device=image.device)
     for y, x in ((y0, x0), (y0, x0 + 1), (y0 + 1, x0), (y0 + 1, x0 + 1)):
         weight = (1 - (ys - y).abs()) * (1 - (xs - x).abs())
-        found = found + _pixels(image, y.long(), x.long()) * weight.unsqueeze(1)
+        # Pixels of `image` (n, c, h, w) at integer positions (n, a, b) as (n, c, a, b), 0 outside.
+        rows, columns = y.long(), x.long()
+        n, c, h, w = image.shape
+        inside = (rows >= 0) & (rows < h) & (columns >= 0) & (columns < w)
+        flat = (rows.clamp(0, h - 1) * w + columns.clamp(0, w - 1)).reshape(n, 1, -1).expand(n, c, -1)
+        pixels = image.reshape(n, c, h * w).gather(2, flat).reshape(n, c, *rows.shape[1:])
+        found = found + (pixels * inside.unsqueeze(1).to(pixels.dtype)) * weight.unsqueeze(1)
     return found
-
-
-def _pixels(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
-    """Return pixels of `image` (n, c, h, w) at integer positions (n, a, b) as (n, c, a, b), 0 outside."""
-    n, c, h, w = image.shape
-    inside = (ys >= 0) & (ys < h) & (xs >= 0) & (xs < w)
-    flat = (ys.clamp(0, h - 1) * w + xs.clamp(0, w - 1)).reshape(n, 1, -1).expand(n, c, -1)
-    found = image.reshape(n, c, h * w).gather(2, flat).reshape(n, c, *ys.shape[1:])
-    return found * inside.unsqueeze(1).to(found.dtype)
 
 
 def _affine_grid(call: OpCall, theta: Tensor, size: list[int]) -> Tensor:
