@@ -142,14 +142,19 @@ def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 
     try:
         warnings.warn(text, category, stacklevel=stacklevel + 1)
     except Warning as error:
-        distributed = sys.modules.get("torch.distributed")
-        if not (distributed and distributed.is_available() and distributed.is_initialized()):
-            raise
-        if distributed.get_world_size() == 1:
+        if not is_grouped():
             raise
         caller = sys._getframe(1)
         with suppress(Exception):  # raised by a hook of the program
             warnings.showwarning(error, category, caller.f_code.co_filename, caller.f_lineno)
+
+
+def is_grouped() -> bool:
+    """Return True if the process group of torch has several ranks; it may be the program's own."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return bool(distributed.get_world_size() > 1)
 
 
 def is_agreed(error: Exception) -> bool:

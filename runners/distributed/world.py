@@ -157,8 +157,8 @@ class ProcessGroups:
         elif (seen := (dist.get_rank(), dist.get_world_size())) != (env.rank, env.world_size):
             raise UsageError(
                 f"the existing process group is rank {seen[0]} of {seen[1]}, but the environment has rank "
-                f"{env.rank} of {env.world_size} (RANK, WORLD_SIZE): start with torchrun and let "
-                "torchrelay.init() create the group"
+                f"{env.rank} of {env.world_size} (RANK, WORLD_SIZE): start with torchrun, not mp.spawn, "
+                "and let torchrelay.init() create the group"
             )
         self.default = dist.group.WORLD
         self.flags = self.flags_of(range(env.world_size))  # agreements of all ranks

@@ -23,7 +23,7 @@ from torchrelay.errors import (
 from torchrelay.jobs.blobs import LoopBlobs
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import current_seed
-from torchrelay.jobs.session import decide, warn
+from torchrelay.jobs.session import decide, is_grouped, warn
 from torchrelay.runners.distributed.launcher import read_launch_env
 from torchrelay.runners.monitoring.progress import works_shown
 from torchrelay.runners.monitoring.text import LEVELS, level_wanted, stamped
@@ -263,7 +263,7 @@ class Checkpointer:
             return self._session
         session, current = self._given, current_session()
         alone = current is None or current.peers.size == 1
-        if session is None and alone and not read_launch_env().launched:
+        if session is None and alone and not (read_launch_env().launched or is_grouped()):
             session = self._stack.enter_context(closing(LocalSession()))
         session = self._stack.enter_context(current_or_new_session(session))
         session.place(self._job.nodes())

@@ -12,7 +12,7 @@ from torchrelay.jobs.cluster import NodePlace, check_node_name
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.random import seed as set_seed
-from torchrelay.jobs.session import Solo
+from torchrelay.jobs.session import Solo, is_grouped
 from torchrelay.runners.distributed.launcher import numbered_first, read_launch_env, world_of_parent
 from torchrelay.runners.session.base import SessionBase
 
@@ -217,7 +217,7 @@ def current_session() -> SessionBase | None:
 
 @contextmanager
 def current_or_new_session(session: SessionBase | None = None) -> Iterator[SessionBase]:
-    """Yield `session`, else the current one, else a new one: distributed under torchrun, else local.
+    """Yield `session`, else the current one, else a new one: distributed in a group of ranks, else local.
 
     A new distributed session stays open and current until the process exits, because its groups are also the
     user's; a new local one is closed.
@@ -230,7 +230,7 @@ def current_or_new_session(session: SessionBase | None = None) -> Iterator[Sessi
             f"this process was forked from rank {world.env.rank}, so it is not a rank: pass train() a "
             "LocalSession"
         )
-    elif read_launch_env().launched:
+    elif read_launch_env().launched or is_grouped():
         yield init()
     else:
         with LocalSession() as local:

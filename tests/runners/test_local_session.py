@@ -7,6 +7,8 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
+from own_loops import FACES, Training, nothing
 
 from torchrelay.errors import NotAllowedNowError, TaskFailedError, UsageError
 from torchrelay.jobs.cluster import Node
@@ -318,3 +320,15 @@ def test_before_mutation_asks_the_gate_of_the_workspace():
     session.workspace().gate = lambda: asked.append(1)
     session.run(lambda ctx: ctx.before_mutation())
     assert asked == [1]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_ranks_that_the_environment_does_not_name_are_refused(face, tmp_path):
+    """As under mp.spawn: each would be a run of its own in the same directory."""
+    dist.init_process_group("fake", rank=1, world_size=2)
+    try:
+        with pytest.raises(UsageError, match=r"rank 1 of 2, but .* start with torchrun, not mp\.spawn"):
+            FACES[face](Training(), tmp_path, nothing)
+    finally:
+        dist.destroy_process_group()
+    assert not list(tmp_path.iterdir())
