@@ -9,7 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # torch asks the name service about each connection of its store: an answer that is lost costs 5 s otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,14 @@ import pytest
 def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Have figures printed at the end of the run, whatever process the test ran in."""
     return lambda text: record_property("told", text)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def each_start_stands_for_a_process() -> None:
+    """A test that trains again does so as a new process would: no signal of an earlier start is known."""
+    from torchrelay.runners.session import stop_requests
+
+    stop_requests._announced = deque(maxlen=0)
 
 
 @pytest.fixture

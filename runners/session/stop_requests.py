@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -199,6 +199,8 @@ launcher passes it on. A later one ends the process at once."""
 
 SAME_INTERRUPT_SECS = 1.0
 """The same for Ctrl-C, which launchers also pass on."""
+_announced: MutableSequence[str] = []
+"""The SIGTERM and SIGUSR1 that runs of this process got: they announce its end, and so that of later runs."""
 _ends_soon = threading.Event()
 _NO_SAVE = ("SIGTERM", "SIGUSR1", "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that ask to stop, and those with another meaning for the system."""
@@ -220,6 +222,7 @@ def save_signal_of(name: Any) -> signal.Signals | None:
 def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Iterator[None]:
     """While the block runs, SIGTERM, SIGUSR1 and Ctrl-C ask to stop, and `save` asks for a save.
 
+    A SIGTERM or SIGUSR1 that an earlier run of this process got asks this one, too.
     Only in the main thread. A handler of the program for `save` is kept; without one the signal is ignored
     afterwards if nothing follows. Signals handled outside of Python, and ignored signals except `save`, are
     left alone: an ignored signal may be inherited.
@@ -227,6 +230,8 @@ def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Itera
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    for name in _announced:
+        requests.preempt(name)
     handler = _SignalHandler(requests)
     before: dict[signal.Signals, Any] = {}
     try:
@@ -281,12 +286,13 @@ class _SignalHandler:
         self._interrupted: float | None = None
 
     def __call__(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
+        now, name = time.monotonic(), signal.Signals(number).name
         if number == signal.SIGTERM:
             if self._terminated is not None and now - self._terminated > SAME_REQUEST_SECS:
                 os._exit(128 + number)
             self._terminated = self._terminated or now
-        self._requests.preempt(signal.Signals(number).name)
+        _announced.append(name)
+        self._requests.preempt(name)
 
     def interrupted(self, number: int, frame: FrameType | None) -> None:
         """Stop at the next step on Ctrl-C. Raises KeyboardInterrupt if none is near, or twice."""

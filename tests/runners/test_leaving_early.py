@@ -110,6 +110,19 @@ def test_a_signal_ends_each_phase_at_its_next_boundary(program, at):
     assert program.total == 12 and program.events[-1] == "exit"
 
 
+def test_later_runs_of_the_process_leave_too(program, tmp_path, monkeypatch):
+    """SIGTERM in one run of a sweep: later ones train nothing until the program is started again."""
+    monkeypatch.setattr(asking, "_announced", [])
+    later, over = Program(tmp_path / "later"), Program(tmp_path / "over")
+    assert over() == 3
+    assert program("step 2.1").status == "PREEMPTED"
+    result = later()
+    assert (int(result), result.status, later.events) == (0, "PREEMPTED", ["setup"])
+    assert over().status == "FINISHED"
+    asking._announced.clear()  # as a new process has it
+    assert program() == 3 and later() == 3 and (program.total, later.total) == (12, 12)
+
+
 def test_a_signal_during_a_save_lets_it_end(program, monkeypatch):
     """The save that the signal met is committed; then the run leaves, before the next epoch begins."""
     commit = pipeline.commit
