@@ -37,6 +37,7 @@ from torchrelay.metadata.fs import finite
 from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.selection import MODEL, OPTIMIZER, stored_phase, weights_place
 from torchrelay.runners.config_runs.user_objects import on_device
+from torchrelay.runners.monitoring.console import print_line
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.run_state import RunState
 
@@ -323,7 +324,7 @@ def agreed_epochs(context: StepContext) -> tuple[int, ...]:
     peers = context.session.peers
     found, said = decide(peers, "epochs", lambda: list(chosen_epochs(context.runner, context.run_dir)))
     if said and peers.rank == 0:
-        print(f"{context.runner_name}: {said}", flush=True)
+        print_line(f"{context.runner_name}: {said}")
     return tuple(found)
 
 
@@ -372,7 +373,7 @@ def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> 
 def _report(context: StepContext, rows: list[Row]) -> None:
     shown = {name: value for name, value in rows[-1].items() if name not in ("runner", "epoch")}
     text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(shown.items()))
-    print(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}", flush=True)
+    print_line(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}")
     if context.runner.metrics_path is not None:
         system, root = _opened(context.runner.metrics_path)
         with system.open(root, "w", encoding="utf-8", newline="\n") as file:

@@ -35,6 +35,7 @@ from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.evaluation import Tally, evaluation, log_tally, metrics_of, moved_batch
 from torchrelay.runners.config_runs.selection import MODEL, keeping, phases_of, reader_path
 from torchrelay.runners.config_runs.user_objects import GrowingLoader, ends_of_data, made, made_dataset
+from torchrelay.runners.monitoring.console import print_line
 from torchrelay.runners.remote_runs.names import is_remote
 from torchrelay.runners.session.context import Context
 
@@ -303,12 +304,14 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
         batches = ctx.steps(phase.loader)
         if unwatched and ctx.rank == 0:  # the first steps of this start
             unwatched = False
-            batches = watched(batches, interval, lambda line: print(f"{name} debug {line}", flush=True))
+            batches = watched(
+                batches, interval, lambda line: print_line(f"{name} debug {line}", required=False)
+            )
         for batch in meter.over(batches):
             values = train_step(phase, ctx, batch, tally)
             line = meter.step(batch.count, values)
             if line is not None and ctx.rank == 0:
-                print(f"{name} step {ctx.step}: {line}", flush=True)
+                print_line(f"{name} step {ctx.step}: {line}", required=False)
             _keep(context, phase, ctx, values)
         log_tally(phase, ctx, tally)
         phase.step_scheduler(epoch=True)

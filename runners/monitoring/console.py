@@ -16,9 +16,9 @@ import json as json_module
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import finite
@@ -215,22 +215,32 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in padded]
 
 
-def _tolerant(write: Callable[[], object]) -> None:
+def print_line(text: str, *, to: TextIO | None = None, required: bool = True) -> None:
+    """Print a line; a closed reader is ignored, and unless the line is `required`, other errors too."""
+    stream = to or sys.stdout
+    if stream is None:
+        return
+    with nullcontext() if required else suppress(StorageError):
+        _tolerant(lambda: print(text, file=stream), stream)
+
+
+def _tolerant(write: Callable[[], object], to: TextIO | None = None) -> None:
     """Write and flush; a closed reader is ignored, other errors raise StorageError."""
+    stream = to or sys.stdout
     try:
         write()
-        sys.stdout.flush()
+        stream.flush()
     except BrokenPipeError:
-        _discard()
+        _discard(stream)
     except OSError as error:
-        _discard()
+        _discard(stream)
         raise StorageError(f"cannot write to the standard output: {error.strerror}") from error
 
 
-def _discard() -> None:
+def _discard(stream: TextIO) -> None:
     """Send buffered output to /dev/null, including the interpreter's last flush."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 

@@ -52,6 +52,7 @@ from torchrelay.runners.config_runs.selection import (
     source_of,
 )
 from torchrelay.runners.distributed.launcher import read_launch_env
+from torchrelay.runners.monitoring.console import print_line
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import (
@@ -244,7 +245,7 @@ def archived_roots(run: ProgramRun) -> list[Root]:
 def say(text: str, *, to: TextIO | None = None) -> None:
     """Print a line for the user, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=to or sys.stdout, flush=True)
+        print_line(text, to=to)
 
 
 @dataclass(frozen=True)

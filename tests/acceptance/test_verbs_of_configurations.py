@@ -321,3 +321,16 @@ def test_a_run_that_goes_on_with_other_settings_says_which(project: Project) -> 
     )
     rate = "hyper_parameters.optimizer.learning_rate 0.01 -> 1"
     assert "configuration changed since attempt" in told.out + told.err and rate in told.out + told.err, told
+
+
+def test_a_closed_reader_of_the_output_ends_no_training_and_no_verb(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind `| head -1` a training goes on to its end, and status and test keep their exit codes."""
+    for words in (("train", *SHORT, "-o", "runner.train1.print_interval=1"), ("test",), ("status",)):
+        read, write = os.pipe()
+        os.close(read)
+        with os.fdopen(write, "w") as unread, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", unread)
+            assert project(*words).rc == 0, words
+    assert ": tested, newest epoch 1" in project("status", *SHORT).out

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from torchrelay.errors import UsageError, install_command
+from torchrelay.runners.monitoring.console import print_line
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.request import ServeOptions
@@ -123,6 +124,6 @@ def serve(
 
 
 def say(text: str) -> None:
-    """Write a log line; dropped if stderr is a full pipe."""
+    """Write a log line; dropped if stdout is a full or closed pipe."""
     if takes(sys.stdout):
-        print(text, file=sys.stdout, flush=True)
+        print_line(text, required=False)
