@@ -39,11 +39,10 @@ def parts_of(kind: type) -> dict[str, str]:
 def entry(kind: type) -> str:
     """One class as a section of the page."""
     parts = parts_of(kind)
-    parents = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
     lines = [
         f"## {kind.__name__}",
         "",
-        f"{(kind.__doc__ or '').splitlines()[0]} Exit code {kind.exit_code}; a subclass of {parents}.",  # type: ignore[attr-defined]
+        f"{(kind.__doc__ or '').splitlines()[0]} Exit code {kind.exit_code}.",  # type: ignore[attr-defined]
         "",
         f"- Cause: {parts['Cause']}",
     ]

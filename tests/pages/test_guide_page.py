@@ -66,7 +66,7 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
     """Every code that the page explains is one that an error has, or success, or an interrupt."""
     explained = {
         int(code)
-        for code in re.findall(r"^\| (\d{1,3}) \|", PAGE.split("## How a program ends")[1], re.MULTILINE)
+        for code in re.findall(r"^- (\d{1,3}): ", PAGE.split("## How a program ends")[1], re.MULTILINE)
     }
     family = {
         error.exit_code for error in vars(torchrelay.errors).values() if isinstance(error, type)

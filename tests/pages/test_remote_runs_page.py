@@ -30,7 +30,7 @@ def test_the_page_runs(
     runpy.run_path("train.py", run_name="__main__")
     assert capsys.readouterr().out.splitlines()[-1] == "FINISHED memory://remote-runs-page/runs/hello"
     lines = re.findall(r"^\$ torchrelay (.*?)(?: +#.*)?$", page, re.MULTILINE)
-    assert len(lines) == 12
+    assert len(lines) == 9
     for line in lines:
         assert main(shlex.split(line)) == 0, line
         assert re.search("hello|epoch|save", capsys.readouterr().out), line

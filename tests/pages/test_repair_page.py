@@ -61,6 +61,6 @@ def test_the_words_of_why_are_all_explained() -> None:
     code = (ROOT / "checkpoint/inspect/anomalies.py").read_text()
     told = set(re.findall(r'return "([a-z ]+)", ', code)) | {"damaged", "unknown"}
     section = PAGE.split("## Why was an epoch not used?")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    rows = re.findall(r"^- (`.*?`): ", section, re.MULTILINE)
     explained = {word for row in rows for word in re.findall(r"`([^`]+)`", row)}
     assert explained == told - {"gone"}

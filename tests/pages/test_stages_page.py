@@ -37,5 +37,5 @@ def test_the_options_are_those_of_the_page() -> None:
     """The table tells every option of InitFrom but the upstream itself, and no other."""
     from torchrelay import InitFrom
 
-    told = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    told = re.findall(r"^- `(\w+)`: ", PAGE, re.MULTILINE)
     assert ["upstream", *told] == list(InitFrom.__dataclass_fields__)
