@@ -116,6 +116,8 @@ class Loop:
     taken: int = 0
     drawn: bool = False
     """True if its order may differ when the task is called again."""
+    in_window: bool = False
+    """True if it resumes with accumulated gradients."""
 
     @property
     def source(self) -> Iterable[Any]:
@@ -212,6 +214,7 @@ class Cursor:
             self._log.restore(resumed.metrics)
             if self._streams is not None:
                 self._streams.restore()
+            loop.in_window = self._gradients is not None and self._gradients.any
             self.install_gradients()
             self._resumed = MidEpochPosition(resumed.done)
         self._loops.append(loop)

@@ -236,12 +236,18 @@ class StepLoop:
         return not self.counted or not torch.is_grad_enabled()
 
     def _begin_counted(self, loop: Loop | None) -> None:
-        """Note the expected steps, and warn of workers whose random states no checkpoint has."""
+        """Note the expected steps, and warn of workers' random states, or of an index, that is not saved."""
         kept = getattr(self.loader, "persistent_workers", False) and not hasattr(self.loader, "state_dict")
         if kept and self.state.first_time(f"workers of {self.node}"):
             logger.warning(
                 "DataLoader(persistent_workers=True) restarts its workers on a resume, so batches come in "
                 "another order than without one; remove that option"
+            )
+        if loop is not None and loop.in_window and self.accumulate == 1:
+            logger.warning(
+                "this loop resumes after %d batches, with gradients of an open window: an index by "
+                "enumerate() begins at 0 again; use ctx.steps(loader, accumulate=n), ctx.window_end instead",
+                loop.taken,
             )
         if self.polled and self.state.requests is not None:
             self.state.requests.steps = True

@@ -15,7 +15,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stage import warned
 
-from torchrelay import Context, EpochLoader, Job, JobRunner, LocalSession, Node, RunResult, Task, max_epochs
+from torchrelay import (
+    Context,
+    EpochLoader,
+    Job,
+    JobRunner,
+    LocalSession,
+    Node,
+    Run,
+    RunResult,
+    Task,
+    max_epochs,
+)
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -137,6 +148,29 @@ def test_a_loader_that_cannot_be_continued_costs_the_epoch_and_no_more(tmp_path,
     assert positions(tmp_path / "list") == ["0", "1", "1+2"]
     result, total = counting(tmp_path / "list", [1, 2, 3, 4], at=0)
     assert result.status == "FINISHED" and total == 20
+
+
+@pytest.mark.parametrize(("window", "said"), [(3, True), (1, False)])
+def test_an_index_of_batches_begins_anew_in_a_cut_window(tmp_path, caplog, window, said):
+    """A loop that accumulates by the index of enumerate() is told what counts them instead."""
+
+    def launch(cut: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = EpochLoader((torch.ones(16, 2),), batch_size=2)
+        with Run(tmp_path, dict(model=model, optimizer=optimizer, loader=loader)) as run:
+            for _ in run.epochs(1):
+                for index, (x,) in enumerate(run.steps(loader)):
+                    model(x).sum().backward()
+                    if (index + 1) % window == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if index == cut:
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+    launch(4)
+    launch(-1)
+    assert ("after 5 batches, with gradients of an open window" in caplog.text) == said
 
 
 def test_what_a_checkpoint_cannot_hold_costs_the_epoch(tmp_path, capsys):

@@ -271,6 +271,11 @@ class Gradients:
         self.reads: Sequence[Read] = tuple(draft.reads)
         self.steps: Sequence[Callable[[], None]] = tuple(step for _, step in (*draft.fills, *draft.steps))
 
+    @property
+    def any(self) -> bool:
+        """Whether a window was open."""
+        return bool(self._made or self._pending)
+
     def _draft(self, draft: RestorePlan, specs: Mapping[str, LeafSpec], forms: Any) -> None:
 
         def memory(leaf: str) -> Callable[[], torch.Tensor]:
