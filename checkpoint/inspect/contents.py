@@ -462,22 +462,19 @@ class Comparison:
 
     def _chunks(self, *, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
         """The same elements of both, as bytes; valid until the next ones are requested."""
-        for pair in self._pairs:
-            yield from self._of_strip(pair, whole) if isinstance(pair, Strip) else self._of_region(pair)
+        for of in self._pairs:
+            if isinstance(of, Region):
+                from torchrelay.checkpoint.inspect.statistics import gathered, small_boxes
 
-    def _of_strip(self, strip: Strip, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
-        width = strip.a.item_bytes
-        for suspect in strip.everything if whole else strip.unequal():
-            for low in range(suspect.start, suspect.stop, CHUNK_BYTES // width):
-                high = min(suspect.stop, low + CHUNK_BYTES // width)
-                at, there = (strip.a_at + low) * width, (strip.b_at + low) * width
-                length = (high - low) * width
-                a = self._a.filled(strip.a, at, at + length)
-                yield a, self._b.filled(strip.b, there, there + length)
-
-    def _of_region(self, of: Region) -> Iterator[tuple[memoryview, memoryview]]:
-        from torchrelay.checkpoint.inspect.statistics import gathered, small_boxes
-
-        for box in small_boxes(of.a, of.a_source, of.a_first, of.box):
-            a = gathered(self._a, of.a, of.a_source, of.a_first, box)
-            yield a, gathered(self._b, of.b, of.b_source, of.b_first, box)
+                for box in small_boxes(of.a, of.a_source, of.a_first, of.box):
+                    a = gathered(self._a, of.a, of.a_source, of.a_first, box)
+                    yield a, gathered(self._b, of.b, of.b_source, of.b_first, box)
+                continue
+            width = of.a.item_bytes
+            for suspect in of.everything if whole else of.unequal():
+                for low in range(suspect.start, suspect.stop, CHUNK_BYTES // width):
+                    high = min(suspect.stop, low + CHUNK_BYTES // width)
+                    at, there = (of.a_at + low) * width, (of.b_at + low) * width
+                    length = (high - low) * width
+                    a = self._a.filled(of.a, at, at + length)
+                    yield a, self._b.filled(of.b, there, there + length)

@@ -277,19 +277,6 @@ def with_references(
     return _Merging(manifest, earlier, rows, for_all=for_all).merged()
 
 
-def restricted(split: Split, nodes: tuple[int, ...], rows: Mapping[int, int]) -> Split:
-    """A split reduced to the rows that are keys of `rows`, with the numbers that `rows` and `nodes` give.
-
-    A cut inside a removed leaf moves to the next leaf that is kept.
-    """
-    kept = [item for item, row in enumerate(split.items) if row in rows]
-    before = {item: index for index, item in enumerate(kept)}
-    for item in range(len(split.items), -1, -1):
-        before.setdefault(item, before.get(item + 1, len(kept)))
-    cuts = tuple(Cut(before[c.item], c.element if c.item in kept else 0) for c in split.cuts)
-    return Split(nodes, tuple(rows[split.items[item]] for item in kept), cuts)
-
-
 class _Merging:
     """Renumbers rows of an earlier manifest for a new one."""
 
@@ -339,8 +326,14 @@ class _Merging:
             more = tuple(node for node in range(len(self.new.world.nodes)) if node not in nodes)
         if isinstance(layout, ReplicatedLayout):
             return ReplicatedLayout(nodes + more)
-        split = restricted(layout, nodes, self.rows)
-        return Split(nodes + more, split.items, split.cuts + split.cuts[-1:] * len(more))
+        # A cut inside a removed leaf moves to the next leaf that is kept.
+        kept = [item for item, row in enumerate(layout.items) if row in self.rows]
+        before = {item: index for index, item in enumerate(kept)}
+        for item in range(len(layout.items), -1, -1):
+            before.setdefault(item, before.get(item + 1, len(kept)))
+        cuts = tuple(Cut(before[c.item], c.element if c.item in kept else 0) for c in layout.cuts)
+        items = tuple(self.rows[layout.items[item]] for item in kept)
+        return Split(nodes + more, items, cuts + cuts[-1:] * len(more))
 
     def _needed(self) -> Iterator[ShardRow]:
         """The renumbered files that hold the leaves."""

@@ -177,7 +177,18 @@ class _References:
                 self._infer_range(where, runner)
             else:
                 self._trains(where, runner)
-        self._rates()
+        # Check the keys of the learning rate schedule.
+        place: Where = ("hyper_parameters", "optimizer")
+        optimizer = self._value(place)
+        if isinstance(optimizer, dict):
+            given = _given(optimizer, "decay_steps", "decay_rate")
+            if len(given) == 1:
+                other = "decay_rate" if given[0] == "decay_steps" else "decay_steps"
+                if not self._is_broken(*place, other):
+                    self._wrong((*place, given[0]), f"`{other}` missing", key=True)
+            if given and optimizer.get("lr_scheduler") is not None:
+                why = "`lr_scheduler` already sets the learning rate schedule: remove one"
+                self._wrong((*place, given[0]), why, key=True)
         self._profiles_in_order()
         for where, phase in self.items["phase"]:
             self._known((*where, "dataset_name"), names["dataset"], "dataset")
@@ -231,21 +242,6 @@ class _References:
             if isinstance(name, str) and name and name not in names and not self._is_broken(*place):
                 near = hint(name, names) or f"no {what} is declared"
                 self._wrong(place, f"unknown {what} `{name}`; {near}", nearest(name, names))
-
-    def _rates(self) -> None:
-        """Check the keys of the learning rate schedule."""
-        where: Where = ("hyper_parameters", "optimizer")
-        optimizer = self._value(where)
-        if not isinstance(optimizer, dict):
-            return
-        given = _given(optimizer, "decay_steps", "decay_rate")
-        if len(given) == 1:
-            other = "decay_rate" if given[0] == "decay_steps" else "decay_steps"
-            if not self._is_broken(*where, other):
-                self._wrong((*where, given[0]), f"`{other}` missing", key=True)
-        if given and optimizer.get("lr_scheduler") is not None:
-            why = "`lr_scheduler` already sets the learning rate schedule: remove one"
-            self._wrong((*where, given[0]), why, key=True)
 
     def _trains(self, where: Where, runner: _Keys) -> None:
         """Check the keys of a runner that trains."""

@@ -28,7 +28,6 @@ from torchrelay.checkpoint.state.restore.module import has_load_code
 from torchrelay.checkpoint.state.steps import gate
 from torchrelay.checkpoint.state.tensor_memory import (
     NOTHING,
-    InPlace,
     admitted,
     admitted_in_place,
     fitting,
@@ -401,11 +400,28 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
     report = compared(archive, wanted)
     if strict:
         report.check(archive.what)
-    live, passing = _destinations(archive, model, wanted, report.loaded)
+    # Tensors of the model that can be read into directly, and others with content: on a device, or not
+    # contiguous. Each has one name. There are none if the model's own loading code must see the values.
+    stored, live = archive.tensors(MODEL), NOTHING
+    passing: dict[str, torch.Tensor] = {}
+    if not has_load_code(parts_of(model)):
+        first: dict[int, str] = {}
+        for name in report.loaded:
+            if name not in archive.extra and wanted[name].role is not None:
+                first.setdefault(id(wanted[name].value), name)
+        own = {name: wanted[name].value for name in first.values()}
+        entries = [stored.entries[archive.ties.get(name, name)] for name in own]
+        live = fitting(own, list(own), [form_of(one.element.name, tuple(one.shape)) for one in entries])
+        passing = {
+            name: one.detach()
+            for name, one in own.items()
+            if name not in live.tensors
+            and all_strided([one])
+            and not (one.is_meta or nn.parameter.is_lazy(one))
+        }
     in_place = {id(wanted[name].value) for name in (*live.tensors, *passing)}
     names = [name for name in report.loaded if id(wanted[name].value) not in in_place]
     fresh = _read(archive, names)
-    stored = archive.tensors(MODEL)
     places = [archive.ties.get(name, name) for name in live.tensors]
     stored.check([*places, *(archive.ties.get(name, name) for name in passing)])
     known = {id(wanted[name].value) for name in report.loaded}
@@ -426,32 +442,6 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
                 put(part, memory)
         stored.read_all(places, live.plain.memories)
     return report
-
-
-def _destinations(
-    archive: ArchiveFile, model: nn.Module, wanted: Mapping[str, ModuleEntry], names: Sequence[str]
-) -> tuple[InPlace, dict[str, torch.Tensor]]:
-    """Return the model's tensors that can be read into directly, and its other tensors with content.
-
-    The others are on a device or not contiguous. Each tensor has one name. Both are empty if the model has
-    its own loading code, which must see the values.
-    """
-    if has_load_code(parts_of(model)):
-        return NOTHING, {}
-    stored = archive.tensors(MODEL).entries
-    first: dict[int, str] = {}
-    for name in names:
-        if name not in archive.extra and wanted[name].role is not None:
-            first.setdefault(id(wanted[name].value), name)
-    own = {name: wanted[name].value for name in first.values()}
-    entries = [stored[archive.ties.get(name, name)] for name in own]
-    live = fitting(own, list(own), [form_of(one.element.name, tuple(one.shape)) for one in entries])
-    others = {
-        name: one.detach()
-        for name, one in own.items()
-        if name not in live.tensors and all_strided([one]) and not (one.is_meta or nn.parameter.is_lazy(one))
-    }
-    return live, others
 
 
 def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:

@@ -180,29 +180,26 @@ def _of_file(where: Where) -> Iterable[str]:
         kind = "model package" if archive.kind == PACKAGE else "state archive"
         yield f"{archive.what}: {kind}"
         if archive.kind == PACKAGE:
-            yield from _of_package(package_of(archive, where))
+            package = package_of(archive, where)
+            yield f"  class       {package.class_path}"
+            yield f"  program     {'yes' if package.has_program else 'no'}"
+            yield f"  source      {', '.join(package.source) or 'none'}"
+            if package.signature is not None:
+                yield from signature_lines(package.signature)
+            if package.labels is not None:
+                yield f"  labels      {', '.join(package.labels)}"
+            if package.preprocessing is not None:
+                yield f"  preprocess  {package.preprocessing}"
+            for key, value in package.metadata.items():
+                yield f"  {key:<11} {value}"
+            for reason in package.without:
+                yield f"  without     {reason}"
         elif "signature" in archive.fields.values:
             yield from signature_lines(signature_in(archive.fields.fields("signature")))
         yield from _states(entries, archive.ties, archive.extra)
         for name, tree in archive.fields.fields("aux").fields("values").values.items():
             tensors = len(references(tree))
             yield f"  aux         {name}: {f'{tensors} tensors and values' if tensors else str(tree)[:80]}"
-
-
-def _of_package(package: Package) -> Iterable[str]:
-    yield f"  class       {package.class_path}"
-    yield f"  program     {'yes' if package.has_program else 'no'}"
-    yield f"  source      {', '.join(package.source) or 'none'}"
-    if package.signature is not None:
-        yield from signature_lines(package.signature)
-    if package.labels is not None:
-        yield f"  labels      {', '.join(package.labels)}"
-    if package.preprocessing is not None:
-        yield f"  preprocess  {package.preprocessing}"
-    for key, value in package.metadata.items():
-        yield f"  {key:<11} {value}"
-    for reason in package.without:
-        yield f"  without     {reason}"
 
 
 def signature_lines(signature: Signature) -> Iterable[str]:

@@ -90,7 +90,18 @@ def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
         if isinstance(layout, Split):
             _check_split(manifest, layout, number, demand)
     _check_leaves(manifest, demand)
-    _check_names(manifest, demand)
+    # Check that a node has each name once, and that the targets of aliases exist.
+    several = manifest.rows if len(set(map(_NAME, manifest.leaves))) < len(manifest.leaves) else {}
+    for name, rows in several.items():
+        if len(rows) > 1:
+            holders = [node for row in rows for node in manifest.nodes_of(manifest.leaves[row])]
+            demand(len(set(holders)) == len(holders), f"{name} occurs twice on one node")
+    for stored in manifest.leaves:
+        if stored.alias_of is not None:
+            form = (stored.dtype, stored.shape, stored.kind)
+            targets = [manifest.leaves[row] for row in manifest.rows.get(stored.alias_of, ())]
+            fits = [one.alias_of is None for one in targets if (one.dtype, one.shape, one.kind) == form]
+            demand(bool(fits) and all(fits), f"{stored.name} is an alias of nothing")
     for row in manifest.values:
         demand(0 <= row < len(manifest.leaves), f"a value is of unknown leaf {row}")
         leaf = manifest.leaves[row]
@@ -215,21 +226,6 @@ def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     for row, number in enumerate(map(_LAYOUT, manifest.leaves)) if split else ():
         if number in split and row not in split[number]:
             demand(False, f"{manifest.leaves[row].name} is not among the leaves of its layout")
-
-
-def _check_names(manifest: Manifest, demand: Demand) -> None:
-    """Check that a node has each name once, and that the targets of aliases exist."""
-    several = manifest.rows if len(set(map(_NAME, manifest.leaves))) < len(manifest.leaves) else {}
-    for name, rows in several.items():
-        if len(rows) > 1:
-            nodes = [node for row in rows for node in manifest.nodes_of(manifest.leaves[row])]
-            demand(len(set(nodes)) == len(nodes), f"{name} occurs twice on one node")
-    for leaf in manifest.leaves:
-        if leaf.alias_of is not None:
-            form = (leaf.dtype, leaf.shape, leaf.kind)
-            targets = [manifest.leaves[row] for row in manifest.rows.get(leaf.alias_of, ())]
-            fits = [one.alias_of is None for one in targets if (one.dtype, one.shape, one.kind) == form]
-            demand(bool(fits) and all(fits), f"{leaf.name} is an alias of nothing")
 
 
 def _plain(manifest: Manifest) -> bool:

@@ -53,19 +53,6 @@ def check_turns(what: str, turns: int) -> None:
         raise UsageError(f"{what} exceeded the limit of {MAX_TURNS} iterations")
 
 
-def external_bytes(proto: Any, folder: Path | None, nbytes: int) -> torch.Tensor:
-    """Read external data as uint8; UsageError for a place outside `folder`, DamagedError if it is short."""
-    what = f"tensor {proto.name!r}"
-    said = {entry.key: entry.value for entry in proto.external_data}
-    if folder is None:
-        raise UsageError(f"{what} is in an external file, {said.get('location')!r}: give folder=")
-    path = _inside(folder, said.get("location", ""), what)
-    offset, length = _number(said, "offset", what, 0), _number(said, "length", what, nbytes)
-    if length != nbytes:
-        raise DamagedError(f"{what} needs {nbytes} bytes, but the model declares {length} in {path}")
-    return _read(path, offset, nbytes, what)
-
-
 def _inside(folder: Path, location: str, what: str) -> Path:
     root = Path(os.path.realpath(folder))
     given = Path(location)
@@ -161,7 +148,15 @@ def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
         raise UsageError("ONNX files have little-endian tensors, but this machine is big-endian")
     count = math.prod(shape)
     if proto.data_location == _EXTERNAL:
-        raw = external_bytes(proto, folder, _nbytes(proto, count))
+        nbytes = _nbytes(proto, count)
+        said = {entry.key: entry.value for entry in proto.external_data}
+        if folder is None:
+            raise UsageError(f"{what} is in an external file, {said.get('location')!r}: give folder=")
+        path = _inside(folder, said.get("location", ""), what)
+        offset, length = _number(said, "offset", what, 0), _number(said, "length", what, nbytes)
+        if length != nbytes:
+            raise DamagedError(f"{what} needs {nbytes} bytes, but the model declares {length} in {path}")
+        raw = _read(path, offset, nbytes, what)
     elif proto.HasField("raw_data"):
         _check_size(what, shape, len(proto.raw_data), _nbytes(proto, count))
         raw = torch.frombuffer(bytearray(proto.raw_data), dtype=torch.uint8) if count else torch.empty(0)
