@@ -233,7 +233,7 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     Their generations are older than ours, so they can never be committed. Nothing is deleted while damage
     hides a part of the log: such an attempt may be a committed one.
     """
-    if not writer.certain:
+    if not writer.view.certain:
         return ()
     view = writer.view
     known = view.state.tries | {one.attempt_name for one in view.state.retiring}

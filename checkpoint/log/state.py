@@ -239,19 +239,17 @@ def rewound(
     `base` None is a fresh start: the new branch sees nothing. Raises UnknownEpochError for a base that is not
     live. The parent is the branch that holds the base's entry, so that lineages stay short.
     """
-    parent = None if base is None else _holder_of(state, base, branch).branch
+    parent = None
+    if base is not None:
+        seen = line_of(state, state.current if branch is None else branch)
+        holder = next((entry for entry in seen if entry.position == base), None)
+        if holder is None:
+            there = ", ".join(str(entry.position) for entry in seen) or "none"
+            raise UnknownEpochError(f"epoch {base} is not committed ({there}): choose one of them")
+        parent = holder.branch
     new = Branch(state.next_branch, parent, base, dict(request))
     state = replace(state, branches=(*state.branches, new), current=new.id, next_branch=state.next_branch + 1)
     return _pruned(state)
-
-
-def _holder_of(state: State, base: Position, branch: int | None) -> CommittedPosition:
-    seen = line_of(state, state.current if branch is None else branch)
-    for entry in seen:
-        if entry.position == base:
-            return entry
-    there = ", ".join(str(entry.position) for entry in seen) or "none"
-    raise UnknownEpochError(f"epoch {base} is not committed ({there}): choose one of them")
 
 
 def quarantined(state: State, key: Key) -> State:

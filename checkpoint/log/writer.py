@@ -207,11 +207,6 @@ class LogWriter:
         return (*self._tail.view.notices, *self._notices)
 
     @property
-    def certain(self) -> bool:
-        """Whether no damage hides a part of the log; otherwise no file counts as an orphan."""
-        return self._tail.view.certain
-
-    @property
     def undeleted(self) -> tuple[Retirement, ...]:
         """Retirements in the log that `forget` has not removed yet."""
         return tuple(one for one in self.view.state.retiring if one not in self._deleted)
@@ -219,7 +214,7 @@ class LogWriter:
     @property
     def has_leftovers(self) -> bool:
         """Whether there may be anything to delete. Sends no request."""
-        return bool(self.undeleted or (self.certain and self.older_attempts - self.view.state.tries))
+        return bool(self.undeleted or (self.view.certain and self.older_attempts - self.view.state.tries))
 
     def commit(self, entry: CommittedPosition) -> LogView:
         """Commit a position, durably; its attempt must be complete and durable.

@@ -183,7 +183,7 @@ class HostsLedger(TierLedger):
             return {
                 "run": "" if remote is None else remote.nonce,
                 "wanted": self._wanted(),
-                "live": sorted(self._state.tries) if writer.certain else None,
+                "live": sorted(self._state.tries) if writer.view.certain else None,
             }
 
         reported = decide(peers, "what is only local", report, by=by)

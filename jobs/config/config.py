@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
-from torchrelay.jobs.config.overrides import check_references, overridden
+from torchrelay.jobs.config.overrides import References, overridden
 from torchrelay.jobs.config.schema import TOP, Settings, completed, form_at, is_infer, key_at
 from torchrelay.jobs.config.section_types import bound
 from torchrelay.jobs.config.tree import (
@@ -334,7 +334,7 @@ def read_config(
     for where in done.referred:
         reading.reads.update(leaves(value_at(done.tree.value, where), where))
     settings = TOP.take(done.tree.value, At(reading))
-    check_references(reading)
+    References(reading).check()
     reported = {str(one.origin) for one in read.problems}  # already reported as a YAML error
     found = [one for one in (*problems, *more, *reading.problems) if str(one.origin) not in reported]
     if not read.whole:  # a missing key may be in one of the skipped lines

@@ -154,12 +154,7 @@ _LISTS = ("runner", "phase", "dataset")
 _Keys = Mapping[str, Any]
 
 
-def check_references(reading: Reading) -> None:
-    """Report inconsistencies between sections; skips values already reported for their type."""
-    _References(reading).check()
-
-
-class _References:
+class References:
     """The runners, phases and datasets of a tree, with their locations."""
 
     def __init__(self, reading: Reading) -> None:
@@ -168,7 +163,7 @@ class _References:
         self.phases = {name: one for _, one in self.items["phase"] if (name := item_name(one)) is not None}
 
     def check(self) -> None:
-        """Run all checks, in the order in which problems at one location are reported."""
+        """Report inconsistencies, at one location in this order; not of values reported for their type."""
         names = {section: self._unique(section) for section in _LISTS}
         self._known(("mode",), names["runner"], "runner")
         for where, runner in self.items["runner"]:

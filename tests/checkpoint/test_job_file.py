@@ -60,7 +60,7 @@ def test_the_next_start_writes_it_again():
         put(storage, data if data is None or len(data) != len(whole) else harms[0])
         writer = take(storage)
         assert storage.files["job.json"] == whole
-        assert not writer.notices and writer.certain
+        assert not writer.notices and writer.view.certain
         writer.commit(entry(2))
         writer.release()
         assert open_log(storage).epochs() == (0, 1, 2) and not open_log(storage).notices

@@ -127,7 +127,7 @@ def test_a_missing_record_is_noticed():
         assert open_log(storage) == view
     writer = take(storage)
     writer.commit(entry(6))
-    assert not writer.certain and open_log(storage).epochs() == (0, 1, 2, 3, 4, 5, 6)
+    assert not writer.view.certain and open_log(storage).epochs() == (0, 1, 2, 3, 4, 5, 6)
 
 
 def test_a_record_of_another_directory_is_not_believed():
