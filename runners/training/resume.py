@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.manager.base import Manager
+from torchrelay.checkpoint.save.replicas import Mode, digests_of
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.state.restore.gradients import Gradients
@@ -335,28 +336,29 @@ def put_back(session: SessionBase, load: Callable[[], None]) -> Callable[[str, A
 
     def compare(node: str, agreeing: Agreeing | None) -> None:
         now = _contents(session.workspace(node))
-        changed = sorted(name for name in now if now[name] != before[node].get(name))
+        names = now.keys() | before[node].keys()
+        changed = sorted(name for name in names if now.get(name) != before[node].get(name))
         flags = (int(bool(changed)),)
         anywhere = flags if agreeing is None else agreeing.agree_flags(flags).wait()
         if anywhere[0] and len(session.local_nodes) == 1:
             load()
         elif anywhere[0]:
-            names = ", ".join(changed[:4])
-            text = f"{names} of {node} changed before the resumed loop, so twice in this epoch"
+            text = f"{', '.join(changed[:4])} of {node} changed before the resumed loop, so twice in this epoch"
             warn(f"{text}: move that code to a task of its own", stacklevel=2)
 
     return compare
 
 
 def _contents(workspace: Workspace) -> dict[str, Any]:
-    """Return values and write counts of everything that may be saved."""
+    """Return digests and write counts of everything that may be saved; `.data` writes are not counted."""
     entries = workspace.entries()
-    saved = {name: one.value for name, one in entries.items() if one.origin is not Origin.LATER}
+    leaves = leaves_of({name: one.value for name, one in entries.items() if one.origin is not Origin.LATER})
+    digests = digests_of(leaves, Mode.SAMPLES)
     return {
-        leaf.name: leaf.content.json
+        leaf.name: (digests[leaf.name], leaf.frozen)
         if isinstance(leaf.content, Value)
-        else (leaf.content.data_ptr(), leaf.content._version)
-        for leaf in leaves_of(saved)
+        else (digests[leaf.name], leaf.frozen, leaf.content.data_ptr(), leaf.content._version)
+        for leaf in leaves
     }
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,40 @@ def test_a_run_that_left_any_number_of_times_ends_in_the_same_bits(
     assert ended.digest == whole(kind).digest
     assert ended.result.metrics == whole(kind).result.metrics
     assert positions(run) == ["0", "1", "2", "3"], "positions inside of epochs are retired"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: model.weight.data.mul_(0.5),
+        lambda model, optimizer: optimizer.state.clear(),
+        lambda model, optimizer: model.bias.requires_grad_(not model.bias.requires_grad),
+    ],
+    ids=["written through .data", "cleared state", "frozen"],
+)
+def test_code_before_a_resumed_loop_changes_the_state_once(tmp_path: Path, change: Callable[..., Any]) -> None:
+    """A continued task is called again, and what it changes before its loop counts once."""
+
+    def trained(run: Path, leave_at: int = 0) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        loader = EpochLoader((torch.arange(24.0).reshape(12, 2),), batch_size=4)
+        with Run(run, dict(model=model, optimizer=optimizer, loader=loader), best=None) as running:
+            for _ in running.epochs(2):
+                change(model, optimizer)
+                for (batch,) in running.steps(loader):
+                    optimizer.zero_grad()
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                    if running.ctx.total_steps == leave_at:
+                        os.kill(os.getpid(), signal.SIGTERM)
+        assert running.result.status == ("PREEMPTED" if leave_at else "FINISHED")
+        return {name: one.clone() for name, one in model.state_dict().items()}
+
+    trained(tmp_path / "left", leave_at=5)
+    resumed, whole = trained(tmp_path / "left"), trained(tmp_path / "whole")
+    assert all(map(torch.equal, resumed.values(), whole.values()))
 
 
 def test_a_position_inside_of_an_epoch_is_for_automatic_resume_only(tmp_path):
