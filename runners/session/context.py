@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.distributed.loops import ALL
-from torchrelay.runners.session.mid_epoch import is_epoch_loader
+from torchrelay.runners.session.mid_epoch import is_epoch_loader, is_unsaved
 from torchrelay.runners.session.run_state import RunState, check_interval
 from torchrelay.runners.session.steps import Siblings, StepLoop, TaskRanks
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from torchrelay.checkpoint.load.renaming import LoadResult
     from torchrelay.runners.session.base import SessionBase
+
+logger = logging.getLogger("torchrelay")
 
 
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
@@ -279,6 +282,8 @@ class Context:
         alone = self.concurrent or self.session.peers.size == 1
         self._check_steps(count, accumulate, alone=alone)
         set_epoch(loader, max(self.epoch, 1))
+        if count and self._state.requests is not None and self._state.comes_again(loader):
+            self._warn_if_unsaved(loader)
         if len(self.session.local_nodes) > 1 and is_epoch_loader(loader):
             loader.placed(self.place.rank, self.place.world_size)  # torch.distributed does not know it there
         every = not self.concurrent and (count or self.ranks.every)
@@ -287,6 +292,15 @@ class Context:
         among = ALL if every else self.ranks.among
         rest = (self.siblings, every, cursor, accumulate, self.session.loops, among)
         return iter(StepLoop(self._state, self.node, loader, count, agreeing, *rest))
+
+    def _warn_if_unsaved(self, loader: Iterable[Any]) -> None:
+        unsaved = is_unsaved(loader, self.session.workspace(self.node))
+        if unsaved and self._state.first_time(f"loader of {self.node}"):
+            logger.warning(
+                "the %s of the training loop is not a blob: its state is not saved, and a resumed run begins "
+                "without it. Register it: blobs=dict(..., loader=loader)",
+                type(loader).__name__,
+            )
 
     def _check_steps(self, count: bool, accumulate: int, *, alone: bool) -> None:
         if type(accumulate) is not int or accumulate < 1 or (accumulate > 1 and not count):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torchrelay.errors import DamagedError
+from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
@@ -246,8 +247,7 @@ class Cursor:
         if len(counted) > 1 or not last.counted:
             return f"{self._task.full_name!r} was beyond its first loop: give every loop a task of its own"
         if is_epoch_loader(last.loader):
-            blobs = [one.value for one in workspace.entries().values() if one.blob is not None]
-            held = any(one is last.loader for one in blobs)
+            held = any(one is last.loader for one in blobs_of(workspace))
             return None if held else "its EpochLoader is not registered as a blob"
         if isinstance(last.loader, Sequence):
             return _DRAWN if last.drawn else None
@@ -278,6 +278,18 @@ class Cursor:
     def _waits(self) -> bool:
         """True until the node has reached the interrupted loop."""
         return self._resumed is not None and self._resumed.task is not None
+
+
+def blobs_of(workspace: Workspace) -> list[Any]:
+    """Return the registered objects."""
+    return [one.value for one in workspace.entries().values() if one.blob is not None]
+
+
+def is_unsaved(loader: object, workspace: Workspace) -> bool:
+    """Return True for a loader with state that no registered object is, or has among its attributes."""
+    blobs = blobs_of(workspace)
+    inside = (vars(one).values() for one in blobs if hasattr(one, "__dict__"))
+    return is_stateful(loader) and all(one is not loader for one in chain(blobs, *inside))
 
 
 def is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.state.restore.gradients import Gradients
@@ -167,6 +169,8 @@ class RunState:
         self._logs: dict[str, MetricLog] = {}
         self.points = StepPoints()
         self._said: set[str] = set()
+        self._loaders: dict[int, tuple[weakref.ref[object], int]] = {}
+        """The loaders of counted loops, and the first epoch of each."""
         self.requests: Requests | None = None  # requests to end early; None outside of a run
         self.tracked: TaskGroup | None = None
         """The group whose tasks are tracked, so that they can be interrupted and resumed."""
@@ -323,6 +327,15 @@ class RunState:
     def own_metrics(self) -> dict[str, float]:
         """Return this process's unreduced metrics of the running epoch without blocking."""
         return {name: one for log in list(self._logs.values()) for name, one in log.running().items()}
+
+    def comes_again(self, loader: object) -> bool:
+        """Return True if a loop of an earlier epoch had this loader, and it takes weak references."""
+        with suppress(TypeError):
+            known, epoch = self._loaders.setdefault(id(loader), (weakref.ref(loader), self.epoch))
+            if known() is loader:
+                return epoch < self.epoch
+            self._loaders[id(loader)] = weakref.ref(loader), self.epoch
+        return False
 
     def first_time(self, topic: str) -> bool:
         """Return True on the first call with `topic` in this run, for messages printed once."""

@@ -343,8 +343,8 @@ def put_back(session: SessionBase, load: Callable[[], None]) -> Callable[[str, A
         if anywhere[0] and len(session.local_nodes) == 1:
             load()
         elif anywhere[0]:
-            text = f"{', '.join(changed[:4])} of {node} changed before the resumed loop, so twice in this epoch"
-            warn(f"{text}: move that code to a task of its own", stacklevel=2)
+            text = f"{', '.join(changed[:4])} of {node} changed before the resumed loop, so twice in this"
+            warn(f"{text} epoch: move that code to a task of its own", stacklevel=2)
 
     return compare
 

@@ -102,7 +102,9 @@ def test_a_run_that_left_any_number_of_times_ends_in_the_same_bits(
     ],
     ids=["written through .data", "cleared state", "frozen"],
 )
-def test_code_before_a_resumed_loop_changes_the_state_once(tmp_path: Path, change: Callable[..., Any]) -> None:
+def test_code_before_a_resumed_loop_changes_the_state_once(
+    tmp_path: Path, change: Callable[..., Any]
+) -> None:
     """A continued task is called again, and what it changes before its loop counts once."""
 
     def trained(run: Path, leave_at: int = 0) -> dict[str, torch.Tensor]:

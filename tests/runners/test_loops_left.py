@@ -17,7 +17,7 @@ from own_loops import EPOCHS, Training, nothing, run_face
 from torchrun import clean_environment
 
 import torchrelay
-from torchrelay import Checkpointer, Job, JobRunner, Run, max_epochs
+from torchrelay import Checkpointer, EpochLoader, Job, JobRunner, Run, max_epochs
 from torchrelay.errors import UsageError
 
 
@@ -152,3 +152,32 @@ def test_a_failed_save_that_no_call_raises_is_warned_of(fails: bool, tmp_path: P
     )
     assert done.returncode == fails, done.stderr
     assert done.stderr.count("epoch 2 was NOT saved: [Errno 28] No space left on device") == 1
+
+
+@pytest.mark.parametrize(
+    ("blobs", "fresh", "told"),
+    [([], False, True), ([], True, False), (["loader"], False, False), (["parts"], False, False)],
+    ids=["unregistered", "made in each epoch", "registered", "attribute of a blob"],
+)
+def test_a_loader_whose_state_is_not_saved_is_told(
+    blobs: list[str], fresh: bool, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resumed run would begin its order again; one that each epoch makes anew needs no state."""
+
+    class Parts:
+        def __init__(self) -> None:
+            self.loader = EpochLoader(list(range(4)), batch_size=2)
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.loader.state_dict())
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loader.load_state_dict(state)
+
+    parts = Parts()
+    known = dict(loader=parts.loader, parts=parts, weights=torch.zeros(1))
+    with Run(tmp_path, {name: known[name] for name in [*blobs, "weights"]}, best=None) as run:
+        for _ in run.epochs(3):
+            list(run.steps(Parts().loader if fresh else parts.loader))
+    text = "the EpochLoader of the training loop is not a blob"
+    assert sum(text in one.getMessage() for one in caplog.records) == told
