@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.errors import UsageError, install_command
+from torchrelay.errors import PACKAGES, UsageError, install_command
 from torchrelay.metadata.sinks.text import OF_STEPS, CsvSink, JsonlSink, MetricSink, TrackedRun, axis
 
 if TYPE_CHECKING:
@@ -248,8 +248,7 @@ _BUILT_IN: dict[str, Callable[..., MetricSink]] = {
     "mlflow": MlflowSink,
     "wandb": WandbSink,
 }
-_NEEDS_PACKAGES = ("tensorboard", "mlflow", "wandb")
-"""Trackers whose imported module and feature in `errors.PACKAGES` have the same name."""
+"""The name of a sink that needs a package is also the module that it imports, and its key in `PACKAGES`."""
 _METHODS = ("open", "log", "rewind", "close")
 
 
@@ -278,7 +277,7 @@ def _sink(wanted: Any) -> MetricSink:
 
 def _named(name: str, rest: list[str]) -> MetricSink:
     if name in _BUILT_IN:
-        if name in _NEEDS_PACKAGES and find_spec(name) is None:
+        if name in PACKAGES and find_spec(name) is None:
             raise UsageError(f"the tracker {name!r} needs a package: {install_command(name)}")
         return _BUILT_IN[name](*rest)
     offered = {point.name: point for point in entry_points(group=GROUP)}
