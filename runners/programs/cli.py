@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,15 +60,37 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
     UsageError for a run whose source was not archived.
     """
     captured = captured_code(run)
-    folder = captured.get("config")
+    folder, code = captured.get("config"), captured["code"]
+    typed, script = "serve" if verb == "server" else verb, code.get("script")
     with tempfile.TemporaryDirectory(prefix="torchrelay-archived-") as scratch:
         source = Path(scratch) / "source"
         with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
             unpack_source(archive, source)
-        argv = [sys.executable, *_program(run, captured, verb, source, target), *words]
+        if target == "":
+            program = ["-m", "torchrelay", typed]
+        elif isinstance(script, str):
+            program = [str(source / script), verb]
+        elif target is None:
+            raise UsageError(
+                f"the program of {run.id} was not a script: "
+                f"run torchrelay {typed} module:Class --run {run.id}"
+            )
+        else:
+            program = ["-m", "torchrelay", typed, target]
+        argv = [sys.executable, *program, *words]
         if isinstance(folder, str) and run.note.config_id is not None:
             argv += ["-m", str(run.path / folder / RESOLVED)]
-        environment = _environment(run, captured["code"], source)
+        # The archive's folders come first on Python's path.
+        folders = code.get("import_path")
+        first = [str(source / one) for one in (folders if isinstance(folders, list) else [""])]
+        before = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        environment = {
+            **os.environ,
+            MARK: str(run.path),
+            SOURCE: str(source),
+            "PYTHONPATH": os.pathsep.join([*first, *before]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         process = subprocess.Popen(argv, env=environment)  # noqa: S603 - the user's own program, as it was
         with signals_to(process, (signal.SIGTERM,)):
             try:
@@ -79,36 +101,6 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-
-
-def _program(
-    run: ProgramRun, captured: Mapping[str, Any], verb: str, source: Path, target: str | None
-) -> list[str]:
-    """Return the command of the archived script, or of the module by the command line."""
-    typed, script = "serve" if verb == "server" else verb, captured["code"].get("script")
-    if target == "":
-        return ["-m", "torchrelay", typed]
-    if isinstance(script, str):
-        return [str(source / script), verb]
-    if target is None:
-        raise UsageError(
-            f"the program of {run.id} was not a script: run torchrelay {typed} module:Class --run {run.id}"
-        )
-    return ["-m", "torchrelay", typed, target]
-
-
-def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
-    """Return the environment in which the archive's folders come first on Python's path."""
-    folders = code.get("import_path")
-    first = [str(source / one) for one in (folders if isinstance(folders, list) else [""])]
-    before = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    return {
-        **os.environ,
-        MARK: str(run.path),
-        SOURCE: str(source),
-        "PYTHONPATH": os.pathsep.join([*first, *before]),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
 
 
 def main(program: type[Program], module: str | None = None, argv: Sequence[str] | None = None) -> None:
@@ -215,12 +207,6 @@ def load_and_perform(target: str, request: VerbRequest) -> None:
         finally:
             hand_over(None)
         raise UsageError(f"{target} does not end with torchrelay.main(...): add that line")
-    program = _of_module(target)
-    run_and_leave(lambda: perform(request, program))
-
-
-def _of_module(target: str) -> type[Program]:
-    """Import the class of `package.module:Class`."""
     module, colon, name = target.partition(":")
     if module.endswith(".py"):
         raise UsageError(
@@ -233,4 +219,4 @@ def _of_module(target: str) -> type[Program]:
     found = imported(module, name, target)
     if not (isinstance(found, type) and issubclass(found, Program)):
         raise UsageError(f"{module} has no torchrelay.Program named {name}")
-    return found
+    run_and_leave(lambda: perform(request, found))

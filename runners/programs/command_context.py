@@ -157,7 +157,12 @@ class BaseCommand:
         old = self.archived_source(run)
         if self.snapshot is None or old is None:
             return None
-        new, noted = of_manifest(self.snapshot.manifest), self._noted()
+        new, noted = of_manifest(self.snapshot.manifest), {}
+        for path, digests in self.evaluated.items():
+            with suppress(OSError, RuntimeError, ValueError):  # an invalid name in the file
+                result = self.snapshot.name_of(path)
+                if result and path.suffix != ".py":
+                    noted[result] = digests
         found = changes(old, new)
         if not (found and noted):
             return found
@@ -213,17 +218,6 @@ class BaseCommand:
                 merge_evaluated(found, evaluated(run.path))
         return found
 
-    def _noted(self) -> dict[str, dict[str, bool]]:
-        """Return the same with the names that the archive uses."""
-        found: dict[str, dict[str, bool]] = {}
-        snapshot = self.snapshot
-        for path, digests in self.evaluated.items() if snapshot is not None else ():
-            with suppress(OSError, RuntimeError, ValueError):  # an invalid name in the file
-                name = snapshot.name_of(path) if snapshot is not None else None
-                if name and path.suffix != ".py":
-                    found[name] = digests
-        return found
-
 
 def merge_evaluated(found: Evaluated, more: Evaluated) -> None:
     """Add files of another evaluation."""
@@ -267,7 +261,14 @@ class ConfigCommand(BaseCommand):
     @cached_property
     def config(self) -> Config:
         """The configuration; raises ConfigError with all mistakes."""
-        return self.with_overrides(self._typed_limits())
+        asked = {"epochs": self.request.max_epochs, "time_limit": self.request.time_limit}
+        typed = {key: value for key, value in asked.items() if value is not None}
+        if not typed:
+            return self.with_overrides(())
+        runner = _the_one(self.file, self.with_overrides(()))
+        if "epochs" in typed and runner.stop is not None and runner.stop.max_epochs is not None:
+            typed["stop.max_epochs"] = typed.pop("epochs")
+        return self.with_overrides([f"runner.{runner.name}.{key}={value}" for key, value in typed.items()])
 
     def with_overrides(self, more: Sequence[str]) -> Config:
         """Load the configuration with further overrides."""
@@ -351,16 +352,6 @@ class ConfigCommand(BaseCommand):
             raise UsageError(f"runs at a URL ({text}) are not supported here: pass a path with --runs DIR")
         return Path(text)
 
-    def _typed_limits(self) -> list[str]:
-        """Return `--max-epochs` and `--time-limit` as overrides of the profile."""
-        asked = {"epochs": self.request.max_epochs, "time_limit": self.request.time_limit}
-        if not any(value is not None for value in asked.values()):
-            return []
-        runner = _the_one(self.file, self.with_overrides(()))
-        if runner.stop is not None and runner.stop.max_epochs is not None:
-            asked["stop.max_epochs"] = asked.pop("epochs")
-        return [f"runner.{runner.name}.{key}={value}" for key, value in asked.items() if value is not None]
-
 
 def _the_one(file: str, config: Config) -> RunnerSection:
     found = config.settings.training()
@@ -384,7 +375,21 @@ def status(command: BaseCommand) -> int:
         facts = run_facts(run.path, str(run.path), run.note, lambda: open_log(checkpoints).newest())
         amended = [one.get("code_id") for one in run.note.amended]
         found["run"] = {**facts, "code_id": run.note.code_id, "amended": amended}
-    found |= {"changed": _changed(command, run), "train": _would(command)}
+    found["changed"] = None  # without a run
+    if run is not None:
+        files, code = command.changed(run), command.identity_of(run).code_id
+        found["changed"] = {
+            "code": code is None or code != command.identity.code_id,
+            "config": command.identity.config_id != run.note.config_id,
+            "files": None if files is None else vars(files),  # None without its source
+        }
+    known = command.known()
+    try:
+        chosen = choose_to_train(TrainRequest(command.identity, command.limits()), known)
+        found["train"] = {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}
+    except RelayError:
+        same = newest_of([one for one in known if one.identity.same(command.identity)])
+        found["train"] = {"trains": False, "what": "refused", "run": same.id, "why": "trained already"}
     lines = [json.dumps(found, indent=1)] if command.request.json else _lines(command, found)
     say("\n".join(lines))
     return 1 if command.request.check and found["train"]["trains"] else 0
@@ -415,28 +420,6 @@ def run_line(facts: Mapping[str, Any]) -> str:
     message = f", {facts['message']!r}" if facts["message"] else ""
     epoch = "no epoch saved" if facts["epoch"] is None else f"newest epoch {facts['epoch']}"
     return f"run {facts['id']}: {facts['state']}{why}, {epoch}{message}"
-
-
-def _changed(command: BaseCommand, run: ProgramRun | None) -> dict[str, Any] | None:
-    """Return what changed since a run; None without a run, `files` is None without its source."""
-    if run is None:
-        return None
-    files, code = command.changed(run), command.identity_of(run).code_id
-    return {
-        "code": code is None or code != command.identity.code_id,
-        "config": command.identity.config_id != run.note.config_id,
-        "files": None if files is None else vars(files),
-    }
-
-
-def _would(command: BaseCommand) -> dict[str, Any]:
-    known = command.known()
-    same = [one for one in known if one.identity.same(command.identity)]
-    limits = command.limits()
-    with suppress(RelayError):
-        chosen = choose_to_train(TrainRequest(command.identity, limits), known)
-        return {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}
-    return {"trains": False, "what": "refused", "run": newest_of(same).id, "why": "trained already"}
 
 
 def _lines(command: BaseCommand, found: dict[str, Any]) -> list[str]:

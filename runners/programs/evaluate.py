@@ -84,9 +84,9 @@ class Used:
 
 def use(command: BaseCommand) -> Used:
     """Choose run and epoch on rank 0. Raises errors of choosing and opening."""
-    wanted = command.archived or command.request.run_id
-    if wanted is not None:
-        run = command.store.find(wanted)
+    named = command.archived or command.request.run_id
+    if named is not None:
+        run = command.store.find(named)
     else:
         runs = command.known()
         try:
@@ -100,8 +100,20 @@ def use(command: BaseCommand) -> Used:
     elif not own:
         code, config = command.identity.code_id, command.identity.config_id
         said = f"--ignore: runs the current code instead of that of {run.id}{_what(command, run)}"
-    epoch, branch = _newest(run, command.request.epoch)
-    return Used(run.id, str(run.path), epoch, branch, code, config, own, said)
+    untrained = f"{run.id} has no trained epoch yet ({standing(run.path)}): train it first"
+    wanted = command.request.epoch
+    if wanted is None and not has_job(run.path / "checkpoints"):
+        raise UsageError(untrained)
+    number = int(wanted) if wanted is not None and wanted.isascii() and wanted.isdigit() else None
+    try:
+        opened = open_checkpoint(run.path, number if number is not None else wanted or "last")
+    except (UnknownEpochError, NoProvableEpochError) as error:
+        if wanted is None and isinstance(error, UnknownEpochError):
+            raise UsageError(untrained) from error
+        raise
+    if wanted is None and opened.epoch == 0 and opened.position.boundary:
+        raise UsageError(untrained)
+    return Used(run.id, str(run.path), opened.epoch, opened.branch, code, config, own, said)
 
 
 def _loaded(command: ProgramCommand, used: Used) -> Program:
@@ -115,23 +127,6 @@ def _what(command: BaseCommand, run: ProgramRun) -> str:
     """Describe what changed since a run, in brackets."""
     found = command.changed(run)
     return f" (changed: {found})" if found else ""
-
-
-def _newest(run: ProgramRun, wanted: str | None) -> tuple[int, int]:
-    """Return the requested epoch and its branch."""
-    untrained = f"{run.id} has no trained epoch yet ({standing(run.path)}): train it first"
-    if wanted is None and not has_job(run.path / "checkpoints"):
-        raise UsageError(untrained)
-    number = int(wanted) if wanted is not None and wanted.isascii() and wanted.isdigit() else None
-    try:
-        opened = open_checkpoint(run.path, number if number is not None else wanted or "last")
-    except (UnknownEpochError, NoProvableEpochError) as error:
-        if wanted is None and isinstance(error, UnknownEpochError):
-            raise UsageError(untrained) from error
-        raise
-    if wanted is None and opened.epoch == 0 and opened.position.boundary:
-        raise UsageError(untrained)
-    return opened.epoch, opened.branch
 
 
 def test(command: ProgramCommand) -> int:
@@ -199,9 +194,17 @@ def test_configuration(command: ConfigCommand) -> int:
         raise UsageError(f"{command.file}: no runner of its mode infers, so there is nothing to test with")
     # Identity of each profile with its data, which are not part of the tested run.
     ids = {one.name: command.config.id_of(one.name) for one in profiles}
+    writes = any(one.predictions_path or one.metrics_path for one in profiles)
+    several = request.epoch is None and any(map(_chooses, profiles))
+
+    def find_stored() -> dict[str, Any] | None:
+        found = None if writes or several else _stored(command, used, command.config.id)
+        same = found and found.get("profiles") == ids and found.get("branch") == used.branch
+        return found if same else None
+
     with command.processes() as peers:
         used = Used(**decide(peers, "run to test", lambda: vars(use(command))))
-        stored = decide(peers, "stored result", lambda: _stored_by_profiles(command, used, profiles, ids))
+        stored = decide(peers, "stored result", find_stored)
     if used.said:
         say(used.said, to=sys.stderr)
 
@@ -246,18 +249,6 @@ def _chooses(runner: RunnerSection) -> bool:
     return runner.epoch is not None or runner.infer_start_epoch is not None or of_path is not None
 
 
-def _stored_by_profiles(
-    command: ConfigCommand, used: Used, profiles: Sequence[RunnerSection], ids: Mapping[str, str]
-) -> dict[str, Any] | None:
-    """Return earlier results if they cover everything."""
-    writes = any(one.predictions_path or one.metrics_path for one in profiles)
-    several = command.request.epoch is None and any(map(_chooses, profiles))
-    found = None if writes or several else _stored(command, used, command.config.id)
-    if found is None or found.get("profiles") != ids or found.get("branch") != used.branch:
-        return None
-    return found
-
-
 def _rows(done: ConfigResult, profiles: Sequence[RunnerSection]) -> dict[int, dict[str, Any]]:
     """Return metrics by epoch, prefixed with the profile's name if there are several."""
     found: dict[int, dict[str, Any]] = {}
@@ -298,9 +289,26 @@ def evaluate(command: ProgramCommand) -> int:
 
 
 def _chosen(command: BaseCommand, work: Work, peers: Peers) -> Used:
-    """Choose the epoch, identical on all ranks, after checking that results can be written."""
+    """Choose the epoch, identical on all ranks, after checking that results can be written.
+
+    Input files are not source, and no result may replace the source of the run.
+    """
+
+    def choose() -> Used:
+        read = command.contents_of((path for path, _ in work), written=False)
+        merge_evaluated(command.evaluated, read)
+        used = use(command)
+        run = command.store.find(used.path)
+        source = command.archived_source(run) or {}
+        for out in sorted({out for _, out in work}):
+            name = command.source_name(run, out)
+            if name in source and not command.evaluated.get(place_of(out), {}).get(source[str(name)], False):
+                raise _refused(out, f"is part of the source of {used.run}")
+        _note(used.path, read)
+        return used
+
     together(peers, "paths", lambda: _check_writable([out for _, out in work]))
-    used = Used(**decide(peers, "run to evaluate", lambda: vars(_used_for(command, work))))
+    used = Used(**decide(peers, "run to evaluate", lambda: vars(choose())))
     if used.said:
         say(used.said)
     return used
@@ -309,21 +317,6 @@ def _chosen(command: BaseCommand, work: Work, peers: Peers) -> Used:
 def _finish(command: BaseCommand, used: Used, work: Work, own: Work) -> None:
     _note(used.path, command.contents_of((out for _, out in own), written=True))
     say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {command.request.paths[-1]}")
-
-
-def _used_for(command: BaseCommand, work: Work) -> Used:
-    """Choose run and epoch; input files are not source, and no result may replace the source of the run."""
-    read = command.contents_of((path for path, _ in work), written=False)
-    merge_evaluated(command.evaluated, read)
-    used = use(command)
-    run = command.store.find(used.path)
-    source = command.archived_source(run) or {}
-    for out in sorted({out for _, out in work}):
-        name = command.source_name(run, out)
-        if name in source and not command.evaluated.get(place_of(out), {}).get(source[str(name)], False):
-            raise _refused(out, f"is part of the source of {used.run}")
-    _note(used.path, read)
-    return used
 
 
 def _note(run: str, files: Evaluated) -> None:
@@ -399,10 +392,24 @@ SUFFIX = ".jsonl"
 
 
 def evaluate_configuration(command: ConfigCommand) -> int:
-    """Check all paths, then build the model and evaluate; ranks share the files."""
-    runner, dataset = _profile(command)
-    work = _planned(command.request.paths, SUFFIX)
+    """Check all paths, then build the model and evaluate; ranks share the files.
+
+    The profile is the first one of the mode that infers, else the training one.
+    """
+    found = command.inferring()
+    runner = found[0] if found else replace(command.runner, kind="infer", **NO_WARM_START)
     settings = command.config.settings
+    pairs = phases_of(settings, runner)
+    if len(pairs) != 1:
+        names = ", ".join(phase.name for phase, _ in pairs) or "none"
+        raise UsageError(
+            f"eval needs one phase, but runner.{runner.name} has {names}: choose one with "
+            f"-o runner.{runner.name}.phases=[NAME]"
+        )
+    ((section, dataset),) = pairs
+    if dataset is None:
+        raise UsageError(f"phase.{section.name} has no dataset that could read the files")
+    work = _planned(command.request.paths, SUFFIX)
     data = [Path(path) for one in settings.dataset for path in one.data_path if not is_url(path)]
     _refuse_to_replace(work, [Path(command.file)], data)
     with command.processes(runner) as peers:
@@ -432,23 +439,6 @@ def evaluate_configuration(command: ConfigCommand) -> int:
     return 0
 
 
-def _profile(command: ConfigCommand) -> tuple[RunnerSection, Dataset]:
-    """Return the first profile of the mode that infers, else the training one; and its dataset."""
-    found = command.inferring()
-    runner = found[0] if found else replace(command.runner, kind="infer", **NO_WARM_START)
-    pairs = phases_of(command.config.settings, runner)
-    if len(pairs) != 1:
-        names = ", ".join(phase.name for phase, _ in pairs) or "none"
-        raise UsageError(
-            f"eval needs one phase, but runner.{runner.name} has {names}: choose one with "
-            f"-o runner.{runner.name}.phases=[NAME]"
-        )
-    ((phase, dataset),) = pairs
-    if dataset is None:
-        raise UsageError(f"phase.{phase.name} has no dataset that could read the files")
-    return runner, dataset
-
-
 def _of(dataset: Dataset, file: Path) -> Dataset:
     return replace(dataset, data_path=(str(file.absolute()),))
 
@@ -462,13 +452,8 @@ def package(command: ProgramCommand) -> int:
         used = use(command)
         if used.said:
             say(used.said)
-        known = {
-            "run": used.run,
-            "epoch": used.epoch,
-            "code_id": used.code_id,
-            "program": command.origin.name,
-        }
-        metadata = {key: value for key, value in known.items() if value is not None}
+        metadata: dict[str, Any] = {"run": used.run, "epoch": used.epoch, "program": command.origin.name}
+        metadata |= {} if used.code_id is None else {"code_id": used.code_id}
         made = _loaded(command, used).package(request.out, metadata=metadata, overwrite=request.overwrite)
         say(f"epoch {used.epoch} of {used.run}: {made.where}{lacking(made)}")
     return 0

@@ -203,7 +203,12 @@ class Program(Samples):
             job = self.job()
             self._where, self._history = (None, []) if where is None else (Path(where), self._history)
             if where is None:
-                job.stop_when(self._note_in_memory)
+
+                def note(ctx: Context) -> bool:  # never stops
+                    self._history = [*self._history, (ctx.epoch, dict(ctx.measured))]
+                    return False
+
+                job.stop_when(note)
             options = {} if where is None else self.options_of_verb
             return self.runner(job, where, **options).train(session, resume_from_epoch)
 
@@ -252,13 +257,9 @@ class Program(Samples):
         """Return the measurements of the last `train()` in stream `train` or `val`, one row per epoch."""
         if self._where is not None:
             return metric_rows(self._where, stream)
-        rows = []
+        start, rows = f"{stream}/", []
         for epoch, metrics in self._history:
-            row = {
-                name.removeprefix(f"{stream}/"): one
-                for name, one in metrics.items()
-                if name.startswith(f"{stream}/")
-            }
+            row = {name.removeprefix(start): one for name, one in metrics.items() if name.startswith(start)}
             rows += [{"epoch": epoch, **row}] if row else []
         return rows
 
@@ -355,11 +356,6 @@ class Program(Samples):
     """Options of JobRunner from the command line that called `train`."""
     _history: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 - replaced, never changed
     _where: Path | None = None
-
-    def _note_in_memory(self, ctx: Context) -> bool:
-        """Record the metrics of an epoch; a stop condition that never stops."""
-        self._history = [*self._history, (ctx.epoch, dict(ctx.measured))]
-        return False
 
 
 def made_program(kind: type[P], config: Config | None) -> P:

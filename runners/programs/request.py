@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import field, fields
 from typing import Any
 
@@ -159,17 +159,17 @@ def address_options(number: int) -> tuple[Argument, ...]:
     )
 
 
-def _limit_options() -> Iterator[Argument]:
-    for one in fields(ServeOptions):
-        if (how := one.metadata) and isinstance(one.default, (int, float)):
-            shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
-            yield arg(
-                f"--{one.name.replace('_', '-')}",
-                f"{how['help']} (default: {shown})",
-                how["metavar"],
-                type=_positive(type(one.default)),
-                default=one.default,
-            )
+_LIMIT_OPTIONS = tuple(
+    arg(
+        f"--{one.name.replace('_', '-')}",
+        f"{one.metadata['help']} (default: {one.default:.15g})",
+        one.metadata["metavar"],
+        type=_positive(type(one.default)),
+        default=one.default,
+    )
+    for one in fields(ServeOptions)
+    if one.metadata
+)
 
 
 VERBS = {
@@ -306,7 +306,7 @@ _OPTIONS: dict[str, tuple[Argument, ...]] = {
         *address_options(PORT),
         token_options(),
         flag("--watch", "switch to newer epochs when they are committed"),
-        *_limit_options(),
+        *_LIMIT_OPTIONS,
         *_USING,
     ),
     "status": (_NEWEST, flag("--check", "exit code 1 if train would train")),

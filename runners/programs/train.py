@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format.position import Selection
-from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.config.schema import LOCAL_TRAIN
@@ -29,7 +29,6 @@ from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.code.archive import SHORT
 from torchrelay.metadata.code.capture import captures, surroundings, write_capture
 from torchrelay.metadata.code.capture import command as command_line
-from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.config_runs.class_loading import Unread
@@ -70,29 +69,24 @@ def train(command: ProgramCommand) -> int:
             name = program.name or command.origin.name
             return _make(command, choice, name, program.best, session.peers, len(session.nodes))
 
+        limit = command.limits(program)["max_epochs"]
         if type(program).train is not Program.train:
-            return _trained_by_itself(command, program, make(), epoch)
+            given: dict[str, Any] = {"where": make(), "resume_from_epoch": epoch}
+            program.name, program.max_epochs = program.name or command.origin.name, limit
+            program.options_of_verb = _options(command)
+            taken = inspect.signature(program.train).parameters.values()
+            if not any(one.kind is one.VAR_KEYWORD for one in taken):  # it may accept none of them
+                given = {one.name: given[one.name] for one in taken if one.name in given}
+            result = program.train(**given)
+            return code_of_result(result) if isinstance(result, RunResult) else 0
         set_seed(program.seed)
-        job = program.job(epochs=command.limits(program)["max_epochs"])
+        job = program.job(epochs=limit)
         job.name = program.name or command.origin.name
         if command.config is not None:
             Unread(command.config, command.request.strict_config).report_all(session.peers)
         # Only now: a program that cannot be built leaves no run behind.
         runner = program.runner(job, make(), **_options(command))
         return code_of_result(runner.train(session, epoch))
-
-
-def _trained_by_itself(command: ProgramCommand, program: Program, where: str, epoch: int | None) -> int:
-    """Call the program's own `train` in the run directory, with the options of the command line."""
-    program.name = program.name or command.origin.name
-    program.max_epochs = command.limits(program)["max_epochs"]
-    program.options_of_verb = _options(command)
-    given: dict[str, Any] = {"where": where, "resume_from_epoch": epoch}
-    taken = inspect.signature(program.train).parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # an overridden `train` may accept none of them
-        given = {name: value for name, value in given.items() if name in {one.name for one in taken}}
-    result = program.train(**given)
-    return code_of_result(result) if isinstance(result, RunResult) else 0
 
 
 def train_configuration(command: ConfigCommand) -> int:
@@ -201,10 +195,6 @@ def _options(command: ProgramCommand) -> dict[str, Any]:
     return options
 
 
-class CannotBuildError(UsageError):
-    """The objects of a training could not be built, so the epoch was not checked."""
-
-
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
@@ -229,12 +219,24 @@ def amend(command: ProgramCommand | ConfigCommand) -> int:
     if command.identity_of(run).code_id == new:
         raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
     _check_fit(run, command)
-    attempt = _record(run, command, snapshot)
+    before = captures(run.path)
+    content = {  # of another attempt, which trained nothing
+        **command_line(),
+        **surroundings(),
+        **({name: before[-1].get(name) for name in _OF_THE_CONFIGURATION} if before else {}),
+        "code": Capturing(RunDirectory(run.path), command.origin.code_option, None).record_code(
+            snapshot, say
+        ),
+        "amended": True,
+        "message": command.request.message,
+    }
+    written = write_capture(run.path, before[-1]["number"] + 1 if before else 0, content)
     past = {"code_id": old, "time": round(time.time(), 3), "message": command.request.message}
     update_note(run, code_id=new, amended=(*run.note.amended, past))
     say(
         f"{run.id} ({stands.word}): code {(old or 'none')[:SHORT]} amended to {new[:SHORT]}; "
-        f"`torchrelay runs code {run.path}` has the new one, with --attempt the others (this is {attempt})"
+        f"`torchrelay runs code {run.path}` has the new one, with --attempt the others "
+        f"(this is {int(written.name.split('.')[1])})"
     )
     return 0
 
@@ -245,59 +247,39 @@ def _check_fit(run: ProgramRun, command: ProgramCommand | ConfigCommand) -> None
         opened = open_checkpoint(run.path)
     except RelayError:
         return
-    try:
-        epoch = f"{opened.epoch},branch={opened.branch}"
-        if isinstance(command, ConfigCommand):
-            _fit_configuration(command, run.path, epoch)
-        else:
-            _fit_program(command, run.path, epoch)
-    except (DamagedError, StorageError, CannotBuildError):
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise UsageError(
-            f"{run.id} cannot be amended: the changed code cannot load its epoch {opened.epoch} "
-            f"({type(error).__name__}: {text:.500}): train a new run"
-        ) from error
-
-
-def _fit_configuration(command: ConfigCommand, run: Path, epoch: str) -> None:
-    """Load an epoch into what the current code builds, in this process only."""
-    runner, keys = replace(command.runner, **NO_WARM_START), command.runner.checkpoint
-    left_out = ((), ()) if keys is None else (keys.resume_exclude or (), keys.exclude or ())
-    with apart(), ExitStack() as stack:
-        for name in PLACE:
-            os.environ.pop(name, None)
+    with ExitStack() as stack:
+        why, remedy = "its model and data cannot be built here", "amend it where its data is"
         try:
-            context = built(command.config, command.config.settings, runner, str(run), stack)
+            if isinstance(command, ConfigCommand):
+                runner, keys = replace(command.runner, **NO_WARM_START), command.runner.checkpoint
+                left_out = [(), ()] if keys is None else [keys.resume_exclude or (), keys.exclude or ()]
+                stack.enter_context(apart())  # of the processes of a launch: only this one loads
+                for name in PLACE:
+                    os.environ.pop(name, None)
+                job = built(command.config, command.config.settings, runner, str(run.path), stack).job
+            else:
+                program = command.made()
+                given = [program.runner_options().get(key) or () for key in ("resume_exclude", "exclude")]
+                left_out = [(one,) if isinstance(one, str) else one for one in given]
+                job = program.job()
+            why = f"the changed code cannot load its epoch {opened.epoch}"
+            remedy = "train a new run"
+            _load_what_is_there(job, opened, *left_out)
         except (DamagedError, StorageError):
             raise
         except Exception as error:
-            text = " ".join(str(error).split())
-            raise CannotBuildError(
-                f"{run.name} cannot be amended: its model and data cannot be built here "
-                f"({type(error).__name__}: {text:.500})"
-            ) from error
-        _load_what_is_there(context.job, run, epoch, *left_out)
-
-
-def _fit_program(command: ProgramCommand, run: Path, epoch: str) -> None:
-    program = command.made()
-    options = program.runner_options()
-    given = [options.get(key) or () for key in ("resume_exclude", "exclude")]
-    left_out = [(one,) if isinstance(one, str) else one for one in given]
-    _load_what_is_there(program.job(), run, epoch, *left_out)
+            text = f"{type(error).__name__}: {' '.join(str(error).split()):.500}"
+            raise UsageError(f"{run.id} cannot be amended: {why} ({text}): {remedy}") from error
 
 
 def _load_what_is_there(
-    job: Job, run: Path, epoch: str, resume_exclude: Sequence[str], exclude: Sequence[str]
+    job: Job, opened: Checkpoint, resume_exclude: Sequence[str], exclude: Sequence[str]
 ) -> None:
     """Load an epoch into those objects of a job that it contains; raises BlobError if one does not fit.
 
     As in a resume, leaves of `resume_exclude` are not loaded, nor those of `exclude` that it does not have.
     New and removed blobs are not errors.
     """
-    opened = open_checkpoint(run, epoch)
     known = {
         blob.name: blob.source
         for blob in job.blobs
@@ -309,20 +291,3 @@ def _load_what_is_there(
     ]
     absent = opened.absent(wanted, Selection(None, tuple(exclude)))
     opened.load(wanted, exclude=[*meant, *absent])
-
-
-def _record(run: ProgramRun, command: BaseCommand, snapshot: Snapshot) -> int:
-    """Archive the source as that of another attempt that trained nothing; returns its number."""
-    before = captures(run.path)
-    code = Capturing(RunDirectory(run.path), command.origin.code_option, None).record_code(snapshot, say)
-    attempt = before[-1]["number"] + 1 if before else 0
-    same = {name: before[-1].get(name) for name in _OF_THE_CONFIGURATION} if before else {}
-    content = {
-        **command_line(),
-        **surroundings(),
-        **same,
-        "code": code,
-        "amended": True,
-        "message": command.request.message,
-    }
-    return int(write_capture(run.path, attempt, content).name.split(".")[1])
