@@ -121,22 +121,17 @@ def archives_of(run: Path, attempt: int | None = None) -> Iterator[Archives]:
         source, loader = Path(scratch) / "source", Loader()
         with open_archive(run / "code" / f"{captured['code']['id']}.zip") as archive:
             unpack_source(archive, source)
+        folder, config = captured.get("config"), None
+        path = run / str(folder) / _RESOLVED
+        if is_plain(folder) and path.is_file():
+            try:
+                config = load_config(path, source=source)
+            except ConfigError:  # a missing workspace is replaced by the source
+                config = load_config(path, [f"workspace={str(source)!r}"])
         try:
-            yield Archives(run, captured, source, _configuration(run, captured, source), loader)
+            yield Archives(run, captured, source, config, loader)
         finally:
             loader.forget()
-
-
-def _configuration(run: Path, captured: Mapping[str, Any], source: Path) -> Config | None:
-    """Read the archived configuration, None without one; a missing workspace is replaced by the source."""
-    folder = captured.get("config")
-    path = run / str(folder) / _RESOLVED
-    if not is_plain(folder) or not path.is_file():
-        return None
-    try:
-        return load_config(path, source=source)
-    except ConfigError:
-        return load_config(path, [f"workspace={str(source)!r}"])
 
 
 _REMEDY = "pass --model module:function (model=), a callable that returns the model"
@@ -199,7 +194,17 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
     DamagedError for a damaged archive.
     """
     if factory is not None:
-        yield Rebuilt(lambda: _by_factory(factory), blob or MODEL)
+
+        def given() -> BuiltModel:
+            made = factory()
+            model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+            if not isinstance(model, nn.Module):
+                raise UsageError(
+                    f"--model returned {made!r:.80}: expected a module, or (module, example inputs)"
+                )
+            return model, None if inputs is None else lambda: inputs
+
+        yield Rebuilt(given, blob or MODEL)
         return
     if run is None:
         raise UsageError(f"not a run directory, so its model is unknown: {_REMEDY}")
@@ -219,31 +224,21 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
 
             yield Rebuilt(make, blob or MODEL)
         elif archives.config is not None:
-            yield _by_configuration(archives, archives.config, blob)
+            settings = archives.config.settings
+            runner = next((one for one in settings.runner if not one.infers), settings.runner[0])
+            phases = {f"{phase.name}.{MODEL}": phase.name for phase, _ in phases_of(settings, runner)}
+            chosen = blob or (next(iter(phases)) if len(phases) == 1 else None)
+            if chosen not in phases:
+                raise UsageError(f"{run} has {', '.join(phases)}: choose one with --blob (blob=)")
+            phase = phases[chosen]
+
+            def make_phase() -> BuiltModel:
+                module = archives.module(Recipe("phase", runner.name, phase))
+                return module, (lambda: first_batch(archives.context(runner.name), phase))
+
+            yield Rebuilt(make_phase, chosen, of_batches=True)
         else:
             raise UsageError(f"{run} is a run of a plain job: {_REMEDY}")
-
-
-def _by_factory(factory: Callable[[], Any]) -> BuiltModel:
-    made = factory()
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"--model returned {made!r:.80}: expected a module, or (module, example inputs)")
-    return model, None if inputs is None else lambda: inputs
-
-
-def _by_configuration(archives: Archives, config: Config, blob: str | None) -> Rebuilt:
-    runner = next((one for one in config.settings.runner if not one.infers), config.settings.runner[0])
-    phases = {f"{phase.name}.{MODEL}": phase.name for phase, _ in phases_of(config.settings, runner)}
-    chosen = blob or (next(iter(phases)) if len(phases) == 1 else None)
-    if chosen not in phases:
-        raise UsageError(f"{archives.run} has {', '.join(phases)}: choose one with --blob (blob=)")
-
-    def make() -> BuiltModel:
-        module = archives.module(Recipe("phase", runner.name, phases[chosen]))
-        return module, (lambda: first_batch(archives.context(runner.name), phases[chosen]))
-
-    return Rebuilt(make, chosen, of_batches=True)
 
 
 @dataclass(frozen=True)
@@ -416,19 +411,6 @@ def replay(run: Path, wish: int | None = None) -> list[Replayed]:
 
     Raises UsageError if nothing is recorded, DamagedError for a changed file, StorageError.
     """
-    epoch, path = _chosen(run, wish)
-    recorded = load_blobs(path)
-    about = recorded.get(FACTS)
-    try:
-        calls, attempt = about["calls"], about["attempt"]  # type: ignore[index]
-        with archives_of(run, attempt) as archives:
-            return [_replayed(run, epoch, name, call, recorded, archives) for name, call in calls.items()]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} holds no call that can be replayed: {error}") from error
-
-
-def _chosen(run: Path, wish: int | None) -> tuple[int, Path]:
-    """Choose the recorded file of the requested epoch, or of the newest saved one."""
     files = files_of(run)
     if not files:
         raise UsageError(
@@ -442,7 +424,15 @@ def _chosen(run: Path, wish: int | None) -> tuple[int, Path]:
         raise UsageError(
             f"{run} has recorded calls of epoch {names}; none of them is both saved and requested"
         )
-    return usable[-1]
+    epoch, path = usable[-1]
+    recorded = load_blobs(path)
+    about = recorded.get(FACTS)
+    try:
+        calls, attempt = about["calls"], about["attempt"]  # type: ignore[index]
+        with archives_of(run, attempt) as archives:
+            return [_replayed(run, epoch, name, call, recorded, archives) for name, call in calls.items()]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path} holds no call that can be replayed: {error}") from error
 
 
 def _replayed(

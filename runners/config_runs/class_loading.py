@@ -123,27 +123,19 @@ def load_classes(settings: Settings, runner: RunnerSection, loader: Loader) -> C
     for step in STEPS:
         path = getattr(runner, step.key)
         if path is not None:
-            steps[step.name] = _checked(loader.load(path, f"{own}.{step.key}"), step.name, step.older, path)
-    others = {_key(path): loader.load(path, where) for where, path in _others(settings, runner)}
-    return Classes(steps, others)
-
-
-def _others(settings: Settings, runner: RunnerSection) -> Iterator[tuple[str, ClassPath]]:
-    """Yield models, readers and the optimizer class, each with the key that refers to it."""
-    for phase, _ in phases_of(settings, runner):
-        yield f"phase.{phase.name}.model", phase.model
+            steps[step.name] = found = loader.load(path, f"{own}.{step.key}")
+            if not any(callable(getattr(found, name, None)) for name in (step.name, step.older)):
+                raise ClassLoadError(
+                    f"{path}: class {found.__name__} has no method {step.name}(self, context)"
+                )
+    # Models, readers and the optimizer class, each with the key that refers to it.
+    others = [(f"phase.{phase.name}.model", phase.model) for phase, _ in phases_of(settings, runner)]
     for dataset in datasets_of(settings, runner):
         if (path := reader_path(dataset)) is not None:
-            yield f"dataset.{dataset.name}.data_converter", path
+            others.append((f"dataset.{dataset.name}.data_converter", path))
     if not runner.infers and (chosen := optimizer_path(settings)) is not None:
-        yield "hyper_parameters.optimizer.class", chosen
-
-
-def _checked(found: type, method: str, older: str, path: ClassPath) -> type:
-    """Check that a step class has the method of its step, or PaddleRec's."""
-    if not any(callable(getattr(found, name, None)) for name in (method, older)):
-        raise ClassLoadError(f"{path}: class {found.__name__} has no method {method}(self, context)")
-    return found
+        others.append(("hyper_parameters.optimizer.class", chosen))
+    return Classes(steps, {_key(path): loader.load(path, where) for where, path in others})
 
 
 def _key(path: ClassPath) -> str:
@@ -206,8 +198,7 @@ class Unread:
             return
         settings, made_ones, sections = self.config.settings, set[ClassPath](), dict[int, Tracked]()
         for runner, classes in profiles:
-            own_steps = any(getattr(runner, step.key) is not None for step in STEPS)
-            if own_steps:
+            if any(getattr(runner, step.key) is not None for step in STEPS):
                 continue
             with suppress(Exception), apart():  # the profile itself will report it, with more context
                 for phase, _ in phases_of(settings, runner):
@@ -217,9 +208,8 @@ class Unread:
                         made(classes.of(path), dataset)
                 made_ones.update(_classes(settings, runner))
                 sections |= {id(one): one for one in sections_of(settings, runner, made_ones)}
-        optimizer = settings.hyper_parameters.optimizer
-        for one in () if optimizer is None else (optimizer.arguments,):
-            sections.pop(id(one), None)  # all of it is read where the optimizer is made
+        if (optimizer := settings.hyper_parameters.optimizer) is not None:
+            sections.pop(id(optimizer.arguments), None)  # all of it is read where the optimizer is made
         if found := self.config.unused(list(sections.values())):
             raise ConfigError(found, "nothing was trained")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import heapq
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -31,7 +31,7 @@ from torchrelay.jobs.config.section_types import EpochChoice
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.data.loader import make_batch
 from torchrelay.jobs.job import TaskGroup
-from torchrelay.jobs.session import Peers, decide, together
+from torchrelay.jobs.session import Peers, together
 from torchrelay.jobs.task import Task
 from torchrelay.metadata.fs import finite
 from torchrelay.runners.config_runs.context import PhaseState, StepContext
@@ -84,11 +84,16 @@ FORMATS = ("jsonl", "csv")
 def rows_of(predicted: Any, count: int, what: str) -> list[Row]:
     """Return one row per sample, with column `prediction` or the names of a mapping. UsageError."""
     columns = predicted if isinstance(predicted, Mapping) else {"prediction": predicted}
-    listed = {name: _listed(value) for name, value in columns.items()}
-    for name, values in listed.items():
+    listed = dict[str, list[Any]]()
+    for name, column in columns.items():
+        is_tensor = isinstance(column, torch.Tensor)
+        if is_tensor:
+            values = column.detach().cpu().tolist() if column.dim() else None
+        else:
+            values = list(column) if isinstance(column, (list, tuple)) else None
+        if values is not None:
+            listed[name] = values
         if values is None or len(values) != count:
-            column = columns[name]
-            is_tensor = isinstance(column, torch.Tensor)
             found = f"a tensor of shape {tuple(column.shape)}" if is_tensor else f"{column!r:.40}"
             raise UsageError(
                 f"{what}: predictions of {count} samples must have one row per sample, {name!r} is "
@@ -127,24 +132,23 @@ class PredictionFile:
 
     def close(self) -> None:
         """On rank 0: publish the complete file."""
-        if self._out is None:
-            self._open()
-        self._out.close()
+        self._opened_out().close()
         self._system.mv(f"{self._root}.part", self._root)
 
     def _part(self, rank: int) -> str:
         return f"{self._root}.rank{rank}.part"
 
-    def _open(self) -> None:
-        self._out = self._system.open(f"{self._root}.part", "w", encoding="utf-8", newline="")
+    def _opened_out(self) -> Any:
+        if self._out is None:
+            self._out = self._system.open(f"{self._root}.part", "w", encoding="utf-8", newline="")
+        return self._out
 
     def _write(self, row: Row) -> None:
-        if self._out is None:
-            self._open()
+        out = self._opened_out()
         if self.form == "jsonl":
-            self._out.write(json.dumps(row) + "\n")
+            out.write(json.dumps(row) + "\n")
             return
-        writer = csv.writer(self._out, lineterminator="\n")
+        writer = csv.writer(out, lineterminator="\n")
         if self._columns is None:
             self._columns = list(row)
             writer.writerow(self._columns)
@@ -162,13 +166,6 @@ def _opened(path: str) -> tuple[Any, str]:
     return fsspec.filesystem("file"), path
 
 
-def _listed(value: Any) -> list[Any] | None:
-    """Convert a tensor or sequence to a list; None for scalars and other types."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().tolist() if value.dim() else None
-    return list(value) if isinstance(value, (list, tuple)) else None
-
-
 def evaluation(
     context: StepContext, phase: PhaseState, out: PredictionFile | None = None
 ) -> Callable[[Context], None]:
@@ -179,7 +176,20 @@ def evaluation(
         tally, names = Tally(phase.model), set[str]()
         with torch.no_grad(), out.part() if out is not None else nullcontext() as part:
             for batch in ctx.steps(phase.loader, count=False):
-                outputs = _measured(phase, ctx, batch, tally, names)
+                # A rank without a sample computes one that does not count.
+                moved = moved_batch(batch, ctx.device)
+                outputs = phase.model(moved)
+                tally.add(outputs, moved)
+                values = metrics_of(phase, outputs, moved)
+                if callable(loss := getattr(phase.model, "loss", None)):
+                    values = {"loss": loss(outputs, moved), **values}
+                weight = phase.weight(batch.count, ctx.world_size)
+                names.update(values)
+                for name, value in values.items():
+                    if phase.logs(name):
+                        ctx.log(f"{phase.prefix}{name}", value, weight=weight)
+                if phase.metrics is None:
+                    ctx.log(f"{phase.prefix}samples", weight, reduce="sum")
                 if part is not None and batch.count:
                     write_rows(phase, batch, outputs, part)
         names.update(log_tally(phase, ctx, tally))
@@ -191,24 +201,6 @@ def evaluation(
             )
 
     return evaluate
-
-
-def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally, names: set[str]) -> Any:
-    """Evaluate one batch; a rank without a sample computes one that does not count. Adds to `names`."""
-    moved = moved_batch(batch, ctx.device)
-    outputs = phase.model(moved)
-    tally.add(outputs, moved)
-    values = metrics_of(phase, outputs, moved)
-    if callable(loss := getattr(phase.model, "loss", None)):
-        values = {"loss": loss(outputs, moved), **values}
-    weight = phase.weight(batch.count, ctx.world_size)
-    names.update(values)
-    for name, value in values.items():
-        if phase.logs(name):
-            ctx.log(f"{phase.prefix}{name}", value, weight=weight)
-    if phase.metrics is None:
-        ctx.log(f"{phase.prefix}samples", weight, reduce="sum")
-    return outputs
 
 
 def write_rows(phase: PhaseState, batch: Any, outputs: Any, part: Any) -> None:
@@ -253,30 +245,15 @@ def load_weights(
     """
     checkpoint = None if Path(where).is_file() else open_checkpoint(where, epoch=epoch)
     stored = FileSource(open_blob_file(where)).kinds() if checkpoint is None else checkpoint.blobs
-    source = _source(phase, settings, runner, where, list(stored))
-    objects, rename = _wanted(phase, runner, source)
-    load = partial(load_into, where) if checkpoint is None else checkpoint.load_saved
-    load(objects, rename=rename, strict=runner.init_strict)
-
-
-def _source(
-    phase: PhaseState, settings: Settings, runner: RunnerSection, where: str, stored: Collection[str]
-) -> str:
-    """Return the dotted prefix of the model in the stored names."""
-    if runner.init_prefix is not None:
-        return runner.init_prefix
-    found = stored_phase(settings, phase.keys, stored)
-    if found is None:
-        there = ", ".join(name for name in stored if name != "rng") or "nothing"
-        raise UsageError(f"{where} has no model for phase {phase.name!r}; it has {there}: set `init_prefix`")
-    return f"{found}.{MODEL}"
-
-
-def _wanted(
-    phase: PhaseState, runner: RunnerSection, source: str
-) -> tuple[dict[str, Any], Mapping[str, str] | None]:
-    """Return the objects to load, and the mapping from stored names to those of the phase."""
-    target = f"{phase.name}.{MODEL}"
+    source, target = runner.init_prefix, f"{phase.name}.{MODEL}"
+    if source is None:
+        found = stored_phase(settings, phase.keys, list(stored))
+        if found is None:
+            there = ", ".join(name for name in stored if name != "rng") or "nothing"
+            raise UsageError(
+                f"{where} has no model for phase {phase.name!r}; it has {there}: set `init_prefix`"
+            )
+        source = f"{found}.{MODEL}"
     objects: dict[str, Any] = {target: phase.model}
     if runner.init_optimizer and phase.optimizer is not None:
         if source != target:
@@ -291,7 +268,8 @@ def _wanted(
     }
     if source != target:
         rename[source] = target
-    return objects, rename or None
+    load = partial(load_into, where) if checkpoint is None else checkpoint.load_saved
+    load(objects, rename=rename or None, strict=runner.init_strict)
 
 
 def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | None]:
@@ -319,15 +297,6 @@ def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | N
     return sorted(chosen), said
 
 
-def agreed_epochs(context: StepContext) -> tuple[int, ...]:
-    """Choose the epochs of a profile once, for all ranks."""
-    peers = context.session.peers
-    found, said = decide(peers, "epochs", lambda: list(chosen_epochs(context.runner, context.run_dir)))
-    if said and peers.rank == 0:
-        print_line(f"{context.runner_name}: {said}")
-    return tuple(found)
-
-
 def infer_epochs(context: StepContext) -> list[Row]:
     """Evaluate every epoch of the context; returns one row each, which rank 0 prints and writes."""
     session, runner = context.session, context.runner
@@ -341,9 +310,26 @@ def infer_epochs(context: StepContext) -> list[Row]:
     try:
         for epoch in context.epochs:
             state.begin_epoch(epoch)
-            rows.append(_one_epoch(context, epoch, out))
+
+            def load(epoch: int = epoch) -> None:
+                for phase in context.phases.values():
+                    load_weights(phase, context.settings, runner, context.run_dir, epoch)
+
+            together(peers, f"load epoch {epoch}", load)
+            for phase in context.phases.values():
+                group = TaskGroup(name=f"infer {phase.name}")
+                Task(evaluation(context, phase, out), group=group, name=phase.name)
+                session.run(group)
+                if out is not None and peers.rank == 0:
+                    out.merge({"epoch": epoch, **({"phase": phase.name} if len(context.phases) > 1 else {})})
+                peers.exchange("predictions merged", None)
+            measured = session.reduce_metrics()
+            rows.append({"runner": context.runner_name, "epoch": epoch, **measured})
             if peers.rank == 0:
-                _report(context, rows)
+                text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(measured.items()))
+                print_line(f"{context.runner_name} epoch {epoch}: {text}")
+                if runner.metrics_path is not None:
+                    _write_metrics(runner.metrics_path, rows)
         if out is not None and peers.rank == 0:
             out.close()
     finally:
@@ -351,32 +337,9 @@ def infer_epochs(context: StepContext) -> list[Row]:
     return rows
 
 
-def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> Row:
-    peers = context.session.peers
-
-    def load() -> None:
-        for phase in context.phases.values():
-            load_weights(phase, context.settings, context.runner, context.run_dir, epoch)
-
-    together(peers, f"load epoch {epoch}", load)
-    several = len(context.phases) > 1
-    for phase in context.phases.values():
-        group = TaskGroup(name=f"infer {phase.name}")
-        Task(evaluation(context, phase, out), group=group, name=phase.name)
-        context.session.run(group)
-        if out is not None and peers.rank == 0:
-            out.merge({"epoch": epoch, **({"phase": phase.name} if several else {})})
-        peers.exchange("predictions merged", None)
-    return {"runner": context.runner_name, "epoch": epoch, **context.session.reduce_metrics()}
-
-
-def _report(context: StepContext, rows: list[Row]) -> None:
-    shown = {name: value for name, value in rows[-1].items() if name not in ("runner", "epoch")}
-    text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(shown.items()))
-    print_line(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}")
-    if context.runner.metrics_path is not None:
-        system, root = _opened(context.runner.metrics_path)
-        with system.open(root, "w", encoding="utf-8", newline="\n") as file:
-            for row in rows:
-                named = {name: finite(one) if isinstance(one, float) else one for name, one in row.items()}
-                file.write(json.dumps(named) + "\n")
+def _write_metrics(path: str, rows: list[Row]) -> None:
+    system, root = _opened(path)
+    with system.open(root, "w", encoding="utf-8", newline="\n") as file:
+        for row in rows:
+            named = {name: finite(one) if isinstance(one, float) else one for name, one in row.items()}
+            file.write(json.dumps(named) + "\n")

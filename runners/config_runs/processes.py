@@ -109,11 +109,8 @@ def apart() -> Iterator[None]:
 
     environ, folder, streams = dict(os.environ), Path.cwd(), RandomStreams.capture()
     paths = list(sys.path)
-    dtype, gradients, exact = (
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
+    exact = torch.are_deterministic_algorithms_enabled()
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
@@ -70,9 +69,17 @@ class StepFailedError(RelayError):
 
     def __init__(self, runner: str, step: StepName, error: BaseException, not_run: Sequence[str]) -> None:
         left = f"; not run: {', '.join(not_run)}" if not_run else ""
-        super().__init__(
-            f"runner {runner} failed in step {step.name} ({step.class_name}){left}: {_reason(error)}"
-        )
+        if isinstance(error, TaskFailedError):
+            reason = f"{error}\n{error.details}".rstrip()
+        elif isinstance(error, RelayError):
+            reason = str(error)
+        else:  # the traceback from the user's first frame on; all of it if there is none
+            frame = error.__traceback__
+            while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_OWN):
+                frame = frame.tb_next
+            trace = traceback.format_exception(type(error), error, frame or error.__traceback__)
+            reason = f"\n{''.join(trace).rstrip()}"
+        super().__init__(f"runner {runner} failed in step {step.name} ({step.class_name}){left}: {reason}")
         self.exit_code = exit_code_of(error)
         self.runner, self.step, self.not_run = runner, step.name, tuple(not_run)
         self.consequence = getattr(error, "consequence", False)
@@ -122,23 +129,6 @@ def built(
     stack.callback(lambda: release(context.session, world_stays=True))
     call_step(step_named("build"), context)
     return context
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of torchrelay's own errors, else the traceback starting in the user's code."""
-    if isinstance(error, TaskFailedError):
-        return f"{error}\n{error.details}".rstrip()
-    if isinstance(error, RelayError):
-        return str(error)
-    return f"\n{''.join(traceback.format_exception(type(error), error, _users_part(error))).rstrip()}"
-
-
-def _users_part(error: BaseException) -> TracebackType | None:
-    """Return the frames from the first user frame on; all frames if there is none."""
-    step = error.__traceback__
-    while step is not None and step.tb_frame.f_code.co_filename.startswith(_OWN):
-        step = step.tb_next
-    return step or error.__traceback__
 
 
 @dataclass(frozen=True)
@@ -202,8 +192,13 @@ def run_config(
     env = read_launch_env()
     for runner in chosen:
         check_launch(runner, launched=env.launched, world_size=env.world_size)
-        if run_dir is None and not runner.infers:
-            _check_place(config, runner)
+        place = run_directory_of(config.settings, runner)
+        own = run_dir is not None or runner.infers or is_remote(place) or (Path(place) / "run.json").exists()
+        if not own and ((there := RunStore(Path(place)).look()).runs or there.unread):
+            raise UsageError(
+                f"{place} holds runs of `torchrelay train -m {config.name}`: continue with that command, or "
+                "pass another --run-dir to `torchrelay run`"
+            )
     if run_dir is None:
         _check_weights(config, chosen)
     elif len(several := [one.name for one in chosen if not one.infers]) > 1:
@@ -247,20 +242,6 @@ def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerSectio
     if not chosen:
         raise UsageError(f"{config.name} has no runner, so there is nothing to run")
     return chosen
-
-
-def _check_place(config: Config, runner: RunnerSection) -> None:
-    """Raise UsageError if the directory holds several runs of the train subcommand."""
-    place = run_directory_of(config.settings, runner)
-    if is_remote(place) or (Path(place) / "run.json").exists():
-        return
-    there = RunStore(Path(place)).look()
-    if not there.runs and not there.unread:
-        return
-    raise UsageError(
-        f"{place} holds runs of `torchrelay train -m {config.name}`: continue with that command, or pass "
-        "another --run-dir to `torchrelay run`"
-    )
 
 
 def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
@@ -312,11 +293,21 @@ def _run_profile(
 ) -> ProfileResult:
     settings, launched = config.settings, read_launch_env().launched
     if runner.kind == LOCAL_TRAIN and not launched and runner.worker_num > 1:
-        _run_local_ranks(config, runner, run_dir, later, strict=unread.strict)
+        command = command_of(config.name, config.overrides, runner.name, runner.worker_num, run_dir)
+        try:
+            run_local_ranks([*command, "--strict-config"] if unread.strict else command)
+        except Exception as error:
+            if isinstance(error, LocalRanksError):
+                # Only the run knows the exit code: torchrun exits with code 1 for any failure.
+                place = run_dir or run_directory_of(settings, runner)
+                run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
+                if run.status().get("state") == "PREEMPTED":
+                    error.exit_code = PreemptedError.exit_code
+            raise StepFailedError(runner.name, step_named("loop"), error, later) from error
         return ProfileResult(runner.name)
-    place = epochs_place if runner.infers else run_directory_of
+    default = epochs_place if runner.infers else run_directory_of
     own = run_dir if not runner.infers or is_of_training(settings, runner) else None
-    where, options = own or place(settings, runner), dict[str, Any]()
+    where, options = own or default(settings, runner), dict[str, Any]()
     if not runner.infers:
         options = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
         options |= {**runner_options(runner, where), **replayed(settings, runner), **job_options}
@@ -334,19 +325,3 @@ def _run_profile(
         finally:
             if (session := context.get("session")) is not None:
                 release(session, world_stays=world_stays)
-
-
-def _run_local_ranks(
-    config: Config, runner: RunnerSection, run_dir: str | None, later: Sequence[str], *, strict: bool
-) -> None:
-    command = command_of(config.name, config.overrides, runner.name, runner.worker_num, run_dir)
-    try:
-        run_local_ranks([*command, "--strict-config"] if strict else command)
-    except Exception as error:
-        if isinstance(error, LocalRanksError):
-            # Only the run knows the exit code: torchrun exits with code 1 for any failure.
-            place = run_dir or run_directory_of(config.settings, runner)
-            run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
-            if run.status().get("state") == "PREEMPTED":
-                error.exit_code = PreemptedError.exit_code
-        raise StepFailedError(runner.name, step_named("loop"), error, later) from error

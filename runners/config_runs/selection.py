@@ -30,10 +30,12 @@ MODEL, OPTIMIZER, LOADER, SCHEDULER = "model", "optimizer", "loader", "scheduler
 
 
 def phases_of(settings: Settings, runner: RunnerSection) -> list[tuple[Phase, Dataset | None]]:
-    """Return the phases of a profile in order, each with its dataset."""
-    known = {one.name: one for one in settings.phase}
+    """Return the phases of a profile in order, each with its dataset: the only one if it names none."""
+    known, data = {one.name: one for one in settings.phase}, {one.name: one for one in settings.dataset}
+    only = settings.dataset[0] if len(settings.dataset) == 1 else None
     names = list(known) if runner.phases is None else runner.phases
-    return [(known[name], _dataset(settings, known[name])) for name in names]
+    phases = [known[name] for name in names]
+    return [(one, only if one.dataset_name is None else data[one.dataset_name]) for one in phases]
 
 
 def validation_dataset(settings: Settings, phase: Phase) -> Dataset | None:
@@ -128,13 +130,6 @@ def keeping(runner: RunnerSection) -> dict[str, Any]:
         every = interval if every is None else math.lcm(interval, every)
     kept: Mapping[str, Any] = {"keep_every": every, "keep_last": last or 1, "keep_best": best}
     return {"best": best, **{name: one for name, one in kept.items() if one is not None}}
-
-
-def _dataset(settings: Settings, phase: Phase) -> Dataset | None:
-    """Return the dataset of a phase; the only dataset if it names none."""
-    if phase.dataset_name is None:
-        return settings.dataset[0] if len(settings.dataset) == 1 else None
-    return next(one for one in settings.dataset if one.name == phase.dataset_name)
 
 
 def device_of(runner: RunnerSection, local_rank: int) -> torch.device:

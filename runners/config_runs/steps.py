@@ -32,7 +32,7 @@ from torchrelay.jobs.random import seed
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.handlers import SeveralHandlers
 from torchrelay.runners.config_runs.context import PhaseScope, PhaseState, StepContext
-from torchrelay.runners.config_runs.evaluation import agreed_epochs, infer_epochs, load_weights
+from torchrelay.runners.config_runs.evaluation import chosen_epochs, infer_epochs, load_weights
 from torchrelay.runners.config_runs.processes import session_on
 from torchrelay.runners.config_runs.selection import (
     device_of,
@@ -55,6 +55,7 @@ from torchrelay.runners.config_runs.user_objects import (
     scheduled_by_epoch,
 )
 from torchrelay.runners.distributed.launcher import read_launch_env
+from torchrelay.runners.monitoring.console import print_line
 from torchrelay.runners.remote_runs.names import is_remote
 from torchrelay.runners.training.job_runner import JobRunner
 from torchrelay.runners.training.startup import bind_for_load
@@ -232,7 +233,13 @@ class Startup(Step):
     def start(self, context: StepContext) -> None:
         """Train: load `init_model_path` if the run is new, never on resume. Infer: choose epochs."""
         if context.is_infer:
-            context.epochs = agreed_epochs(context)
+            peers = context.session.peers
+            found, said = decide(
+                peers, "epochs", lambda: list(chosen_epochs(context.runner, context.run_dir))
+            )
+            if said and peers.rank == 0:
+                print_line(f"{context.runner_name}: {said}")
+            context.epochs = tuple(found)
             return
         where, epoch = weights_place(context.runner)
         if where is None:

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.files.interop import export_checkpoint
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.schema import CheckpointKeys, RunnerSection
+from torchrelay.jobs.config.schema import RunnerSection
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import warn
@@ -245,21 +245,14 @@ def train_job(context: StepContext) -> Job:
         if phase.validation is not None and (said := phase.keys.validation) is not None:
             measure = evaluation(context, phase.validation)
             Task(measure, group=job.epoch_group, name=f"{phase.name}.validation", every=said.every)
-    job.stop_when(*_ends(context.runner), *ends_of_data(context))
+    stop, epochs, ends = context.runner.stop, context.runner.max_epochs, list[Any]()
+    ends += [] if epochs is None else [max_epochs(epochs)]
+    if stop is not None:
+        ends += [] if stop.max_steps is None else [max_steps(stop.max_steps)]
+        ends += [] if stop.max_time is None else [max_time(stop.max_time)]
+        ends += [] if stop.early_stopping is None else [early_stopping(**vars(stop.early_stopping))]
+    job.stop_when(*ends, *ends_of_data(context))
     return job
-
-
-def _ends(runner: RunnerSection) -> list[Any]:
-    stop, ends = runner.stop, list[Any]()
-    if runner.max_epochs is not None:
-        ends.append(max_epochs(runner.max_epochs))
-    if stop is None:
-        return ends
-    ends += [] if stop.max_steps is None else [max_steps(stop.max_steps)]
-    ends += [] if stop.max_time is None else [max_time(stop.max_time)]
-    if (early := stop.early_stopping) is not None:
-        ends.append(early_stopping(**vars(early)))
-    return ends
 
 
 def runner_options(runner: RunnerSection, where: str) -> dict[str, Any]:
@@ -273,18 +266,12 @@ def runner_options(runner: RunnerSection, where: str) -> dict[str, Any]:
         found |= {"asynchronous": checkpoint.asynchronous, "max_failed_saves": checkpoint.max_failed_saves}
         found |= {"compare_every": checkpoint.compare_every, "rename": checkpoint.rename}
         found |= {"resume_exclude": checkpoint.resume_exclude, "resume_strict": checkpoint.resume_strict}
-        found["tier"] = _tier(checkpoint, runner.name, where)
+        if checkpoint.near is not None:  # each run has a directory of its own below it
+            own = f"{runner.name}-{sha256(where.encode())[:12]}"
+            lag = {} if checkpoint.lag is None else {"lag": checkpoint.lag}
+            found["tier"] = Tier(joined(checkpoint.near, own), **lag)
     kept = {name: one for name, one in found.items() if one is not None or name == "best"}
     return kept | {"save_signal": None if signal == "none" else signal}
-
-
-def _tier(checkpoint: CheckpointKeys, name: str, where: str) -> Tier | None:
-    """Return the local tier of a profile's run, in a directory of its own below the configured one."""
-    if checkpoint.near is None:
-        return None
-    own = f"{name}-{sha256(where.encode())[:12]}"
-    lag = {} if checkpoint.lag is None else {"lag": checkpoint.lag}
-    return Tier(joined(checkpoint.near, own), **lag)
 
 
 def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], None]:
@@ -294,10 +281,8 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
     def train(ctx: Context) -> None:
         nonlocal unwatched
         phase.trained.train()
-        interval, name = (
-            context.runner.print_interval,
-            f"{context.runner_name} epoch {ctx.epoch} {phase.name}",
-        )
+        interval = context.runner.print_interval
+        name = f"{context.runner_name} epoch {ctx.epoch} {phase.name}"
         meter, tally = Meter(interval, phase.loader.world), Tally(phase.model)
         if isinstance(phase.loader, GrowingLoader):
             phase.loader.look(ctx.session.peers)
@@ -312,7 +297,8 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
             line = meter.step(batch.count, values)
             if line is not None and ctx.rank == 0:
                 print_line(f"{name} step {ctx.step}: {line}", required=False)
-            _keep(context, phase, ctx, values)
+            if ctx.rank == 0:
+                _keep(context, phase, ctx, values)
         log_tally(phase, ctx, tally)
         phase.step_scheduler(epoch=True)
 
@@ -337,9 +323,7 @@ def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dic
 
 
 def _keep(context: StepContext, phase: PhaseState, ctx: Context, values: Mapping[str, Any]) -> None:
-    """On rank 0, write results of its own batches and weights at steps."""
-    if ctx.rank != 0:
-        return
+    """Write results of a step, and weights at steps; on rank 0 only."""
     runner = context.runner
     if runner.runner_result_dump_path is not None:
         path = Path(runner.runner_result_dump_path)

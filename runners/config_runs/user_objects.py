@@ -235,7 +235,14 @@ class SlotReader:
         self._key = f"dataset.{dataset.name}"
         self._padding = dataset.padding or 0.0
         self._sparse = [one for one in (dataset.sparse_slots or "").split() if one != _NONE]
-        self._dense = dict(self._sized(one) for one in (dataset.dense_slots or "").split() if one != _NONE)
+        self._dense: dict[str, tuple[int, ...]] = {}
+        for word in (dataset.dense_slots or "").split():
+            if word != _NONE:
+                if (said := _DENSE.fullmatch(word)) is None:
+                    raise UsageError(
+                        f"{self._key}.dense_slots: invalid slot {word!r}: expected `wide:4` or `wide:[2,2]`"
+                    )
+                self._dense[said["name"]] = tuple(int(one) for one in said["sizes"].split(","))
         if both := sorted(set(self._sparse) & set(self._dense)):
             raise UsageError(
                 f"{self._key}: {', '.join(both)} is in both sparse_slots and dense_slots: remove one"
@@ -258,14 +265,6 @@ class SlotReader:
             for row, one in zip(found[name], listed, strict=True):
                 row[: len(one)] = one
         return {**found, **{name: torch.stack([one[name] for one in samples]) for name in self._dense}}
-
-    def _sized(self, word: str) -> tuple[str, tuple[int, ...]]:
-        said = _DENSE.fullmatch(word)
-        if said is None:
-            raise UsageError(
-                f"{self._key}.dense_slots: invalid slot {word!r}: expected `wide:4` or `wide:[2,2]`"
-            )
-        return said["name"], tuple(int(one) for one in said["sizes"].split(","))
 
     def _sample(self, words: Sequence[str], place: str) -> Sample:
         values: dict[str, list[Any]] = {name: [] for name in (*self._sparse, *self._dense)}
@@ -344,9 +343,10 @@ class GrowingLoader(EpochLoader):
             self.known = decide(peers, "data of the epoch", lambda: with_new(self.known, self.there()))
             self._open()
 
-    def next_epochs(self) -> int:
+    def next_epochs(self, known: Sequence[Partition] | None = None) -> int:
         """Return the number of epochs that have data, counted from the beginning of the run."""
-        return len(with_new(self.known, self.there())) * (self.per_partition or 1)
+        known = self.known if known is None else known
+        return len(with_new(known, self.there())) * (self.per_partition or 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an EpochLoader and the partitions known in this epoch."""
@@ -434,19 +434,17 @@ def growing_loader(
 
 def ends_of_data(context: StepContext) -> Iterator[PartitionsOver]:
     """Yield the stop conditions of phases that train partition by partition; identical on all ranks."""
+
+    def count(blob: str, loader: GrowingLoader) -> int:  # with partitions that the run's newest epoch knew
+        known: list[Partition] = []
+        with suppress(RelayError):
+            found = open_checkpoint(context.run_dir).value(blob)
+            known = [list(one) for one in found.get("known", ())] if isinstance(found, dict) else []
+        return loader.next_epochs(known)
+
     for phase in context.phases.values():
         loader = phase.loader
-        if not isinstance(loader, GrowingLoader) or loader.per_partition is None:
-            continue
-        work = partial(_epochs, context.run_dir, f"{phase.name}.{LOADER}", loader)
-        count = decide(context.session.peers, "partitions", work)
-        yield PartitionsOver(f"{phase.name}.data", loader, count)
-
-
-def _epochs(run_dir: str, blob: str, loader: GrowingLoader) -> int:
-    """Count the epochs that have data, including partitions that the newest epoch of the run knew."""
-    known: list[Partition] = []
-    with suppress(RelayError):
-        found = open_checkpoint(run_dir).value(blob)
-        known = [list(one) for one in found.get("known", ())] if isinstance(found, dict) else []
-    return len(with_new(known, loader.there())) * (loader.per_partition or 1)
+        if isinstance(loader, GrowingLoader) and loader.per_partition is not None:
+            work = partial(count, f"{phase.name}.{LOADER}", loader)
+            there = decide(context.session.peers, "partitions", work)
+            yield PartitionsOver(f"{phase.name}.data", loader, there)

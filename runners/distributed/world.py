@@ -278,8 +278,9 @@ class World:
         """
         if self.watcher is None:
             return False
-        text = shown or _text(error)
-        consequence = is_consequence(error)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        trace = "KeyboardInterrupt (Ctrl-C)" if interrupted else "".join(traceback.format_exception(error))
+        text, consequence = shown or trace, is_consequence(error)
         return self.watcher.report_failure(task, text, code_of(error), consequence=consequence) is not None
 
     def _blame_uncaught(
@@ -322,23 +323,19 @@ class World:
             sys.excepthook = self._excepthook
         if self.watcher is None or self.watcher.failure is None:
             self.groups.destroy()
+        store = self._store
         with suppress(PeerError):  # the rank that serves the store is gone already
-            self._linger()
+            if isinstance(self.peers, StorePeers):
+                self.peers.leave()
+            if store is not None:
+                store.put(f"gone/{self.env.rank}", b"")
+                deadline, others = Deadline(_LATE_AT_THE_END_SECS), self._keys("gone")
+                while self.env.hosts_store and not deadline.over and not store.wait(others):
+                    if self.watcher is not None and self.watcher.failure is not None:
+                        store.wait(others, 2 * self.watcher.patience.look)
+                        break
         if self.watcher is not None:
             self.watcher.stop()
-
-    def _linger(self) -> None:
-        """Announce the exit; the rank that serves the store waits for the others."""
-        if self._store is None:
-            return
-        if isinstance(self.peers, StorePeers):
-            self.peers.leave()
-        self._store.put(f"gone/{self.env.rank}", b"")
-        deadline, others = Deadline(_LATE_AT_THE_END_SECS), self._keys("gone")
-        while self.env.hosts_store and not deadline.over and not self._store.wait(others):
-            if self.watcher is not None and self.watcher.failure is not None:
-                self._store.wait(others, 2 * self.watcher.patience.look)
-                return
 
     def _keys(self, what: str) -> list[str]:
         return [f"{what}/{rank}" for rank in range(self.env.world_size)]
@@ -403,12 +400,6 @@ def _own_place(env: LaunchEnv, host: str) -> NodePlace:
 
 
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed out waiting", "nccl", "gloo")
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "KeyboardInterrupt (Ctrl-C)"
-    return "".join(traceback.format_exception(error))
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -53,7 +53,12 @@ class Output:
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
-        _open_streams()
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None:  # closed
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+            elif isinstance(stream, io.TextIOWrapper):  # escape what its encoding lacks
+                stream.reconfigure(errors="backslashreplace")
         self._console: Console | None = None
         if not json and draws(sys.stdout):
             from rich.console import Console
@@ -242,16 +247,6 @@ def _discard(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
-
-
-def _open_streams() -> None:
-    """Make stdout and stderr usable if they are closed, and escape what their encoding lacks."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def time_text(value: float) -> str:

@@ -97,10 +97,29 @@ def look_at(path: Path, now: float | None = None) -> RunLook:
     names = {"doing": "error", "host": "host"}
     look |= {name: value for name, key in names.items() if isinstance(value := status.get(key), str)}
     if state == "RUNNING":
-        look |= _from_live(live, status, now)
-    look |= _from_lines(
-        path, look.get("attempt", 0), _whole_numbers(status, "generation").get("generation"), now
-    )
+        signs = [one for one in (status.get("updated"), live.get("time")) if isinstance(one, (int, float))]
+        since = now - max(signs, default=now)
+        look["silent_secs"] = since if since > SILENT_SECS else None
+        if live.get("attempt") == status.get("attempt"):  # not those of an older attempt
+            look |= _whole_numbers(live, "epoch", "last_epoch", "step", "steps")
+            kinds: dict[Any, str] = {
+                (int, float): "per_sec eta_secs",
+                str: "unit ckpt doing",
+                dict: "metrics",
+            }
+            for kind, keys in kinds.items():
+                look |= {name: live[name] for name in keys.split() if isinstance(live.get(name), kind)}
+    generation = _whole_numbers(status, "generation").get("generation")
+    look["ranks"] = dict(_ranks(path / "logs" / f"attempt_{look.get('attempt', 0)}", now))
+    events = map(_object, _tail(path / f"events.{generation}.jsonl", _EVENT_BYTES))
+    warned = [one for one in events if one is not None and one.get("kind") in _WARNINGS]
+    look["warnings"] = len(warned)
+    if warned:
+        look["last_warning"] = str(warned[-1].get("text") or warned[-1].get("error") or "")
+    for line in reversed(_tail(path / "metadata.jsonl", _SAVE_BYTES)):
+        if b'"checkpoint_save"' in line and (save := _object(line)) is not None:
+            look["slowest"] = _slowest(save)
+            break
     return RunLook(state=state, **look)
 
 
@@ -114,35 +133,6 @@ def _read(read: Any) -> tuple[dict[str, Any], str]:
 
 def _whole_numbers(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: found[name] for name in names if type(found.get(name)) is int}
-
-
-def _from_live(live: Mapping[str, Any], status: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return values of the running process; those of an older attempt do not count."""
-    signs = [one for one in (status.get("updated"), live.get("time")) if isinstance(one, (int, float))]
-    since = now - max(signs, default=now)
-    found: dict[str, Any] = {"silent_secs": since if since > SILENT_SECS else None}
-    if live.get("attempt") != status.get("attempt"):
-        return found
-    found |= _whole_numbers(live, "epoch", "last_epoch", "step", "steps")
-    kinds: dict[Any, str] = {(int, float): "per_sec eta_secs", str: "unit ckpt doing", dict: "metrics"}
-    for kind, names in kinds.items():
-        found |= {name: live[name] for name in names.split() if isinstance(live.get(name), kind)}
-    return found
-
-
-def _from_lines(path: Path, attempt: int, generation: int | None, now: float) -> dict[str, Any]:
-    """Return ranks, warnings and the slowest node from logs and events."""
-    found: dict[str, Any] = {"ranks": dict(_ranks(path / "logs" / f"attempt_{attempt}", now))}
-    events = map(_object, _tail(path / f"events.{generation}.jsonl", _EVENT_BYTES))
-    warned = [one for one in events if one is not None and one.get("kind") in _WARNINGS]
-    found["warnings"] = len(warned)
-    if warned:
-        found["last_warning"] = str(warned[-1].get("text") or warned[-1].get("error") or "")
-    for line in reversed(_tail(path / "metadata.jsonl", _SAVE_BYTES)):
-        if b'"checkpoint_save"' in line and (save := _object(line)) is not None:
-            found["slowest"] = _slowest(save)
-            break
-    return found
 
 
 def _slowest(save: Mapping[str, Any]) -> tuple[str, float] | None:

@@ -196,8 +196,7 @@ class ProgressState:
         """Return as many metrics as fit into `room` columns, each whole."""
         shown = ""
         for pair in self._pairs:
-            longer = f"{shown} {pair}".lstrip()
-            if len(longer) > room:
+            if len(longer := f"{shown} {pair}".lstrip()) > room:
                 break
             shown = longer
         return shown

@@ -36,7 +36,6 @@ from torchrelay.runners.training.resume import FromProgram
 from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_process, warn_of_bare_ddp
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.load.verify import Target
     from torchrelay.checkpoint.save.background import Background
     from torchrelay.jobs.session import Peers
     from torchrelay.jobs.workspace import Workspace
@@ -131,31 +130,27 @@ class Checkpointer:
             if epoch is not None:
                 ledger.check(peers, epoch)
             self._take_log(session)
+            nodes = tuple(place.name for place in session.nodes)
             if epoch is None and not look.commits:
-                session.run(self._manager.init(self._nodes))
+                session.run(self._manager.init(nodes))
                 return None
             target = ledger.newest(peers, warn) if epoch is None else ledger.verify_epoch(peers, epoch)
-            target = self._load(session, target, older=epoch is None)
+            while True:
+                try:
+                    session.run(self._manager.go_on_at(nodes, target))
+                    break
+                except (StorageError, PartiallyLoadedError) as error:
+                    if epoch is not None:
+                        raise
+                    target = ledger.instead_of(peers, target, error, warn)
+            for node, streams in self._engine.take_streams().items():
+                session.set_streams(node, streams)
+            for gradients in self._engine.take_gradients().values():
+                gradients.install()
             if epoch is not None and look.epoch != epoch:
                 by_user = {"epoch": epoch, "process": this_process(), "by": "user"}
                 ledger.rewind(peers, target.position, by_user)
             return target.position
-
-    def _load(self, session: SessionBase, target: Target, *, older: bool) -> Target:
-        """Load the target; if its bytes are damaged, load an older one if `older`."""
-        while True:
-            try:
-                session.run(self._manager.go_on_at(self._nodes, target))
-                break
-            except (StorageError, PartiallyLoadedError) as error:
-                if not older:
-                    raise
-                target = self._engine.ledger.instead_of(session.peers, target, error, warn)
-        for node, streams in self._engine.take_streams().items():
-            session.set_streams(node, streams)
-        for gradients in self._engine.take_gradients().values():
-            gradients.install()
-        return target
 
     # Saving
 
@@ -202,13 +197,8 @@ class Checkpointer:
         self.wait()
         self._engine.background = self._background if asynchronous else None
         inside = MidEpochPosition(steps=position.step)
-        self._manager.note(
-            Facts(
-                metrics=measured,
-                seed=current_seed(),
-                places=places_json({place.name: inside for place in session.nodes}) if position.step else {},
-            )
-        )
+        places = places_json({place.name: inside for place in session.nodes}) if position.step else {}
+        self._manager.note(Facts(metrics=measured, seed=current_seed(), places=places))
         with holding(session, self._workspaces), self._shown(session):
             session.run(self._manager.save(position))
 
@@ -252,10 +242,6 @@ class Checkpointer:
             _let_go(self._manager)
 
     # Where
-
-    @property
-    def _nodes(self) -> tuple[str, ...]:
-        return tuple(place.name for place in self._bound().nodes)
 
     def _bound(self) -> SessionBase:
         """The session whose nodes hold the objects."""

@@ -120,7 +120,15 @@ class Run:
                     raise error
                 loop.throw(error)
             elif loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_SUSPENDED:
-                self._left_by_break(self._running, loop)
+                life = self._running
+                life.requests.stop("the loop over epochs was left by break")
+                if self._inside:  # or by an exception that the program has caught, within its steps
+                    cursor = life.state.cursor_of(self.ctx.node)
+                    if cursor is not None:
+                        cursor.refuse("its loop was left within run.steps")
+                    loop.throw(Interrupted())
+                else:
+                    next(loop, None)
         except BaseException as failure:
             try:
                 left = self._stack.__exit__(type(failure), failure, failure.__traceback__)
@@ -134,17 +142,6 @@ class Run:
             raise
         self._stack.close()
         return False
-
-    def _left_by_break(self, life: Life, loop: Generator[int]) -> None:
-        """Or because of an exception that the program has caught: then the epoch was within its steps."""
-        life.requests.stop("the loop over epochs was left by break")
-        if not self._inside:
-            next(loop, None)
-            return
-        cursor = life.state.cursor_of(self.ctx.node)
-        if cursor is not None:
-            cursor.refuse("its loop was left within run.steps")
-        loop.throw(Interrupted())
 
     # The loop
 

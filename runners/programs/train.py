@@ -220,13 +220,12 @@ def amend(command: ProgramCommand | ConfigCommand) -> int:
         raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
     _check_fit(run, command)
     before = captures(run.path)
+    capturing = Capturing(RunDirectory(run.path), command.origin.code_option, None)
     content = {  # of another attempt, which trained nothing
         **command_line(),
         **surroundings(),
         **({name: before[-1].get(name) for name in _OF_THE_CONFIGURATION} if before else {}),
-        "code": Capturing(RunDirectory(run.path), command.origin.code_option, None).record_code(
-            snapshot, say
-        ),
+        "code": capturing.record_code(run.path, snapshot, say),
         "amended": True,
         "message": command.request.message,
     }
@@ -248,7 +247,7 @@ def _check_fit(run: ProgramRun, command: ProgramCommand | ConfigCommand) -> None
     except RelayError:
         return
     with ExitStack() as stack:
-        why, remedy = "its model and data cannot be built here", "amend it where its data is"
+        building = isinstance(command, ConfigCommand)  # what a program builds is the changed code alone
         try:
             if isinstance(command, ConfigCommand):
                 runner, keys = replace(command.runner, **NO_WARM_START), command.runner.checkpoint
@@ -262,12 +261,14 @@ def _check_fit(run: ProgramRun, command: ProgramCommand | ConfigCommand) -> None
                 given = [program.runner_options().get(key) or () for key in ("resume_exclude", "exclude")]
                 left_out = [(one,) if isinstance(one, str) else one for one in given]
                 job = program.job()
-            why = f"the changed code cannot load its epoch {opened.epoch}"
-            remedy = "train a new run"
+            building = False
             _load_what_is_there(job, opened, *left_out)
         except (DamagedError, StorageError):
             raise
         except Exception as error:
+            why, remedy = f"the changed code cannot load its epoch {opened.epoch}", "train a new run"
+            if building:
+                why, remedy = "its model and data cannot be built here", "amend it where its data is"
             text = f"{type(error).__name__}: {' '.join(str(error).split()):.500}"
             raise UsageError(f"{run.id} cannot be amended: {why} ({text}): {remedy}") from error
 

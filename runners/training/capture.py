@@ -66,8 +66,8 @@ def setting_changes(before: bytes, now: bytes) -> str:
     named = [
         f"{name} {_shown_value(old.get(name))} -> {_shown_value(new.get(name))}" for name in names[:_NAMED]
     ]
-    more = len(names) - _NAMED
-    return ", ".join(named + ([f"{more} more"] if more > 0 else [])) or "other files"
+    named += [f"{len(names) - _NAMED} more"] if names[_NAMED:] else []
+    return ", ".join(named) or "other files"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -182,36 +182,22 @@ class Capturing:
     def _capture(self, run: Path, journal: Journal, called: Mapping[str, Any]) -> None:
         """Archive source and configuration, and log what changed since the previous attempt."""
         with _reading:
-            self._write(run, journal, called)
-
-    def _write(self, run: Path, journal: Journal, called: Mapping[str, Any]) -> None:
-        taken = self._taken = self._taken or self._take()
-        # the last attempt whose source was archived
-        before = next((one for one in reversed(captures(run)) if code_id_of(one) is not None), None)
-        code = self._write_code(run, taken, self._warnings.append)
-        config = write_config(run, self._given, journal.attempt)
-        write_capture(
-            run,
-            journal.attempt,
-            {
+            taken = self._taken = self._taken or self._take()
+            # the last attempt whose source was archived
+            before = next((one for one in reversed(captures(run)) if code_id_of(one) is not None), None)
+            content = {
                 **called,
                 **surroundings(),
                 "torch": torch_facts(),
-                "code": code,
-                "config": config,
+                "code": self.record_code(run, taken, self._warnings.append),
+                "config": write_config(run, self._given, journal.attempt),
                 "config_files": sorted(self._given.config),
                 "config_id": self._given.config_id,
                 "overrides": list(self._given.overrides),
                 "params": self._params,
-            },
-        )
-        self._log_changes(run, journal, None if isinstance(taken, str) else taken, before)
-
-    def record_code(self, snapshot: Snapshot, warn: Callable[[str], None]) -> dict[str, Any]:
-        """Archive source in the run and return its record; raises StorageError."""
-        if self._run is None:
-            raise UsageError("archiving the source needs a run directory")
-        return self._write_code(self._run.path, snapshot, warn)
+            }
+            write_capture(run, journal.attempt, content)
+            self._log_changes(run, journal, None if isinstance(taken, str) else taken, before)
 
     # Agreeing
 
@@ -248,7 +234,8 @@ class Capturing:
 
     # Writing
 
-    def _write_code(self, run: Path, snapshot: Snapshot | str, warn: Callable[[str], None]) -> dict[str, Any]:
+    def record_code(self, run: Path, snapshot: Snapshot | str, warn: Callable[[str], None]) -> dict[str, Any]:
+        """Archive source in the run and return its record; raises StorageError."""
         if isinstance(snapshot, str):
             return {"id": None, "why": snapshot}
         manifest = snapshot.manifest
@@ -261,6 +248,7 @@ class Capturing:
             warn(str(error))
         script = main_script()
         script_name = None if script is None else snapshot.name_of(script.root.path / script.name)
+        on_path = [snapshot.name_of(Path(entry or ".")) for entry in sys.path]
         for label, found in snapshot.git.items():
             git[label] = found.json() | ({"diff": write_diff(run, found.diff)} if found.diff else {})
         return {
@@ -269,7 +257,12 @@ class Capturing:
             "bytes": manifest.nbytes,
             "roots": {root.label: str(root.path) for root in snapshot.roots},
             "script": script_name if script_name in snapshot.contents else None,
-            "import_path": _import_path(snapshot),
+            "import_path": [  # the archive's folders on this process's import path, in order
+                inside
+                for inside in dict.fromkeys(on_path)
+                if inside is not None
+                and any(not inside or name.startswith(f"{inside}/") for name in snapshot.contents)
+            ],
             "left_out": [
                 {"name": name.encode("utf-8", "backslashreplace").decode(), "why": why}
                 for name, why in sorted(snapshot.left_out.items())[:_NAMED_LEFT_OUT]
@@ -313,16 +306,6 @@ def torch_facts() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return facts
-
-
-def _import_path(snapshot: Snapshot) -> list[str]:
-    """List the archive's folders on this process's import path, in order."""
-    found = []
-    for entry in sys.path:
-        inside = snapshot.name_of(Path(entry or "."))
-        if inside is not None and any(not inside or n.startswith(f"{inside}/") for n in snapshot.contents):
-            found.append(inside)
-    return list(dict.fromkeys(found))
 
 
 def _hidden_ref(root: Root, snapshot: Snapshot) -> str:

@@ -117,8 +117,17 @@ def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
 
 def _fail(error: BaseException, where: str = "") -> int:
     """Print an error, after `where`, and report it to the other ranks; returns the exit code."""
+    from torchrelay.jobs.config.tree import ConfigError
+
     world: World | None = current_world()
-    shown = message_of(error)
+    if isinstance(error, TaskFailedError) and error.details:
+        shown = f"{type(error).__name__}: {error}\n{error.details.rstrip()}"
+    elif isinstance(error, ConfigError):
+        shown = f"{error}"
+    elif isinstance(error, RelayError) and not isinstance(error, TaskFailedError):
+        shown = f"{type(error).__name__}: {error}"
+    else:  # a mistake of the program
+        shown = "".join(traceback.format_exception(error)).rstrip()
     if world is not None and not isinstance(error, PreemptedError):
         world.blame("the program", error, shown)
     first = world.watcher.failure if world and world.watcher else None
@@ -143,31 +152,14 @@ def report_uncaught(error: RelayError | LeftByInterrupt) -> int:
         if os.environ.get("RANK", "0") == "0":
             write_stderr(f"torchrelay: {error}\n")
         return error.exit_code
-    try:
-        return _fail(error, _line_of_program(error) if isinstance(error, UsageError) else "")
-    except KeyboardInterrupt:  # while the other ranks are notified
-        return error.exit_code
-
-
-def _line_of_program(error: BaseException) -> str:
-    """Return file and line of the program's call that failed, as the beginning of a message."""
     foreign = {"torchrelay", "torch", *sys.stdlib_module_names} - {"__main__"}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [frame for frame in frames if str(frame.f_globals.get("__name__")).partition(".")[0] not in foreign]
-    return f"{own[-1].f_code.co_filename}:{own[-1].f_lineno}: " if own else ""
-
-
-def message_of(error: BaseException) -> str:
-    """Return the message for a user: one line for torchrelay's own errors, a traceback for others."""
-    from torchrelay.jobs.config.tree import ConfigError
-
-    if isinstance(error, TaskFailedError) and error.details:
-        return f"{type(error).__name__}: {error}\n{error.details.rstrip()}"
-    if isinstance(error, ConfigError):
-        return f"{error}"
-    if isinstance(error, RelayError) and not isinstance(error, TaskFailedError):
-        return f"{type(error).__name__}: {error}"
-    return "".join(traceback.format_exception(error)).rstrip()
+    named = isinstance(error, UsageError) and own  # the program's call that failed
+    try:
+        return _fail(error, f"{own[-1].f_code.co_filename}:{own[-1].f_lineno}: " if named else "")
+    except KeyboardInterrupt:  # while the other ranks are notified
+        return error.exit_code
 
 
 def _say(world: World | None, text: str) -> None:

@@ -82,7 +82,10 @@ class Trackers:
         self._failures[id(sink)] = count
         off = verb in ("open", "rewind") or (verb in ("log", "log_steps") and count >= FAILURES)
         then = "; it is not used any more in this attempt" if off else ""
-        self._warn(f"the tracker {type(sink).__name__} failed at {verb}: {_reason(error)}{then}")
+        text = without_password(str(error)).strip().splitlines()[:1]  # some libraries write pages
+        kind = [] if isinstance(error, LateError) else [type(error).__name__]
+        reason = ": ".join([*kind, *(f"{line:.300}" for line in text)])
+        self._warn(f"the tracker {type(sink).__name__} failed at {verb}: {reason}{then}")
         return False
 
     def _failure(self, sink: MetricSink, verb: str, *given: Any) -> BaseException | None:
@@ -98,14 +101,6 @@ class Trackers:
                 return item.error
         self._late[id(sink)] = item
         return LateError(f"it was not finished after {PATIENCE_SECS:g} s")
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of a sink's error: some libraries write pages."""
-    text = without_password(str(error)).strip().splitlines()
-    if isinstance(error, LateError):
-        return text[0]
-    return f"{type(error).__name__}: {text[0]:.300}" if text else type(error).__name__
 
 
 @contextmanager

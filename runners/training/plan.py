@@ -20,7 +20,7 @@ import operator
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
@@ -307,19 +307,19 @@ def recipes_of(given: Any) -> dict[str, Recipe]:
         return {}
     if not isinstance(given, Mapping):
         raise UsageError(f'invalid replay={given!r:.80}: expected functions by blob, {{"model": make_model}}')
-    return {str(blob): _recipe(blob, make) for blob, make in given.items()}
-
-
-def _recipe(blob: Any, make: Recipe | Callable[[], Any]) -> Recipe:
-    if isinstance(make, Recipe):
-        return make
-    module, name = getattr(make, "__module__", None), getattr(make, "__qualname__", None)
-    if not callable(make) or not isinstance(module, str) or not isinstance(name, str) or "<" in name:
-        raise UsageError(
-            f"invalid replay[{blob!r}]={make!r:.80}: expected a function or class in a file that builds the "
-            "module without arguments, because it is imported by its name"
-        )
-    return Recipe("function", module, name)
+    found = dict[str, Recipe]()
+    for blob, make in given.items():
+        module, name = getattr(make, "__module__", None), getattr(make, "__qualname__", None)
+        if isinstance(make, Recipe):
+            found[str(blob)] = make
+        elif callable(make) and isinstance(module, str) and isinstance(name, str) and "<" not in name:
+            found[str(blob)] = Recipe("function", module, name)
+        else:
+            raise UsageError(
+                f"invalid replay[{blob!r}]={make!r:.80}: expected a function or class in a file that builds "
+                "the module without arguments, because it is imported by its name"
+            )
+    return found
 
 
 @dataclass(frozen=True)

@@ -178,9 +178,12 @@ class FromProgram:
                 _rebuild(name, schedule, built, saved, node.groups.get(id(_optimizer_of(schedule)), []))
                 yield f"{name} follows the program from step {_position(saved)}: {listed}"
             elif type(schedule).__module__.startswith("torch."):
+                parts = [saved, *(one for one in saved.get("_schedulers", ()) if isinstance(one, Mapping))]
+                found = [(text, one.get(key)) for one in parts for key, text in _HORIZONS.items()]
+                ends = [f"; {text.format(end)}" for text, end in found if isinstance(end, int)][:1]
                 yield (
                     f"{name} keeps its saved settings instead of the program's: {listed}"
-                    f"{_horizon(saved)}. from_program={name!r} takes the program's"
+                    f"{''.join(ends)}. from_program={name!r} takes the program's"
                 )
 
 
@@ -280,16 +283,6 @@ def _short(value: Any) -> str:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return f"{value:g}" if isinstance(value, float) else f"{value!s:.60}"
-
-
-def _horizon(saved: Mapping[str, Any]) -> str:
-    """Describe the saved horizon of a schedule."""
-    parts = [saved, *(one for one in saved.get("_schedulers", ()) if isinstance(one, Mapping))]
-    for part in parts:
-        for key, text in _HORIZONS.items():
-            if isinstance(part.get(key), int):
-                return f"; {text.format(part[key])}"
-    return ""
 
 
 def _position(saved: Mapping[str, Any]) -> int:

@@ -123,7 +123,10 @@ def fish(tree: Mapping[str, CompletionOptions]) -> str:
     """Return the script for fish: `torchrelay completion fish | source`."""
     lines = ["# fish completion of torchrelay: torchrelay completion fish | source"]
     for typed, one in tree.items():
-        here = _fish_condition(typed, one)
+        # "this subcommand was typed and no deeper one yet"
+        seen = [f"__fish_seen_subcommand_from {word}" for word in typed.split()]
+        seen += [f"not __fish_seen_subcommand_from {' '.join(one.verbs)}"] if one.verbs else []
+        here = "; and ".join(seen)
         for name, text in one.verbs.items():
             lines.append(f"complete -c torchrelay -f -n {quote(here)} -a {name} -d {quote(text)}")
         for name, text in one.options.items():
@@ -138,14 +141,6 @@ SHELLS: Mapping[str, Callable[[Mapping[str, CompletionOptions]], str]] = {
     "zsh": zsh,
     "fish": fish,
 }
-
-
-def _fish_condition(verb: str, one: CompletionOptions) -> str:
-    """Return fish's condition for "this subcommand was typed and no deeper one yet"."""
-    seen = [f"__fish_seen_subcommand_from {word}" for word in verb.split()]
-    if one.verbs:
-        seen.append(f"not __fish_seen_subcommand_from {' '.join(one.verbs)}")
-    return "; and ".join(seen)
 
 
 def _alternatives(tree: Mapping[str, CompletionOptions], indent: str) -> str:

@@ -92,7 +92,12 @@ def launch(chosen: argparse.Namespace, output: Output) -> int:
         check_script(request.command)
     found = target(chosen.target)
     if chosen.dry_run:
-        _print(replace(request, logs=next_directory(request.logs, request.name)), chosen.target, output)
+        logs = next_directory(request.logs, request.name)
+        files, lines = found.files(replace(request, logs=logs)), list[str]()
+        for one in files:
+            lines += [f"# ---- {logs / one.name}", *one.text.splitlines()]
+        shown = list(map(vars, files))
+        output.result({"target": chosen.target, "directory": str(logs), "files": shown}, lines)
         return 0
     found.files(request)  # refuse invalid requests before creating anything
     directory = make_directory(request.logs, request.name)
@@ -102,21 +107,21 @@ def launch(chosen: argparse.Namespace, output: Output) -> int:
     return code
 
 
-def _print(request: LaunchRequest, name: str, output: Output) -> None:
-    files = target(name).files(request)
-    lines = [line for one in files for line in (f"# ---- {request.logs / one.name}", *one.text.splitlines())]
-    shown = list(map(vars, files))
-    output.result({"target": name, "directory": str(request.logs), "files": shown}, lines)
-
-
 def _request(chosen: argparse.Namespace) -> LaunchRequest:
     if not _NAME.fullmatch(chosen.name):
         raise UsageError(f"invalid --name {chosen.name!r:.80}: expected at most 63 letters, digits, . _ or -")
     if chosen.layout is None:
         raise UsageError("-j is missing: give the number of ranks before the script, such as -j 8 or -j 2x8")
+    if chosen.module is not None and chosen.command:  # argparse would drop the --
+        raise UsageError("a -- after -m needs another -- before it: launch -j 8 -- -m MODULE ... -- ...")
+    typed = list(chosen.command) if chosen.module is None else ["-m", *chosen.module]
+    variables = _pairs("--env", _VARIABLE, chosen.env)
+    for name, _ in variables:
+        if name.startswith(_OWN):
+            raise UsageError(f"--env {name}: the launcher sets this variable itself")
     return LaunchRequest(
         layout=layout_of(chosen.layout),
-        command=command_of(_typed(chosen), chosen.run_dir),
+        command=command_of(typed, chosen.run_dir),
         workdir=Path.cwd(),
         name=chosen.name,
         run=chosen.run_dir,
@@ -124,27 +129,10 @@ def _request(chosen: argparse.Namespace) -> LaunchRequest:
         time_limit=chosen.time_limit,
         notice=chosen.notice,
         restarts=chosen.max_restarts,
-        environment=_environment(chosen.env),
+        environment=variables,
         options=_pairs("--set", _SETTING, chosen.options),
         python=sys.executable,
     )
-
-
-def _typed(chosen: argparse.Namespace) -> list[str]:
-    """Return the command; raises UsageError for a `--` after `-m`, which argparse would drop."""
-    if chosen.module is None:
-        return list(chosen.command)
-    if chosen.command:
-        raise UsageError("a -- after -m needs another -- before it: launch -j 8 -- -m MODULE ... -- ...")
-    return ["-m", *chosen.module]
-
-
-def _environment(words: list[str]) -> tuple[tuple[str, str], ...]:
-    found = _pairs("--env", _VARIABLE, words)
-    for name, _ in found:
-        if name.startswith(_OWN):
-            raise UsageError(f"--env {name}: the launcher sets this variable itself")
-    return found
 
 
 def _pairs(option: str, form: re.Pattern[str], words: list[str]) -> tuple[tuple[str, str], ...]:

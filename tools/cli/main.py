@@ -95,7 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code; `--help` and `--version` raise SystemExit."""
     output = Output()
     try:
-        typed = _spelled(sys.argv[1:] if argv is None else argv)
+        typed = sys.argv[1:] if argv is None else argv
+        if typed and (now := _FORMER.get(typed[0])) is not None:
+            sys.stderr.write(
+                f"torchrelay: `{typed[0]}` is now `{now}`; the old spelling will be removed in the next "
+                "version\n"
+            )
+            typed = [*now.split(), *typed[1:]]
         with undisturbed():  # garbage collection would only scan what stays imported
             parser = _parser(typed)
         chosen = _chosen(parser, typed)
@@ -115,16 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code_of(error)
     finally:
         output.close()
-
-
-def _spelled(typed: Sequence[str]) -> Sequence[str]:
-    now = _FORMER.get(typed[0]) if typed else None
-    if now is None:
-        return typed
-    sys.stderr.write(
-        f"torchrelay: `{typed[0]}` is now `{now}`; the old spelling will be removed in the next version\n"
-    )
-    return [*now.split(), *typed[1:]]
 
 
 def whole_parser() -> Parser:

@@ -151,7 +151,11 @@ def scale_of(values: Sequence[float], start: float, end: float, *, log: bool = F
 def ticks(scale: Scale, wanted: int = 5) -> list[float]:
     """Round values inside of a scale, about as many as wanted, at least one."""
     if scale.log:
-        return _log_ticks(scale, wanted)
+        low, high = math.floor(math.log10(scale.low)), min(308, math.ceil(math.log10(scale.high)))
+        stride, multiples = max(1, (high - low) // wanted), (1, 2, 5) if high - low <= 2 else (1,)
+        decades = (factor * 10.0**power for power in range(low, high + 1, stride) for factor in multiples)
+        inside = [one for one in decades if scale.low <= one <= scale.high]
+        return inside or [math.sqrt(scale.low) * math.sqrt(scale.high)]
     span = scale.high - scale.low
     if not 0 < span < math.inf:
         return [scale.low]
@@ -180,15 +184,6 @@ def clock_ticks(span: float, wanted: int = 5) -> list[float]:
     days = 86400 * math.ceil(span / wanted / 86400)
     step = next((one for one in _CLOCK_STEPS if one * wanted >= span), days)
     return [float(one) for one in range(0, int(span) + 1, step)]
-
-
-def _log_ticks(scale: Scale, wanted: int) -> list[float]:
-    low, high = math.floor(math.log10(scale.low)), min(308, math.ceil(math.log10(scale.high)))
-    stride = max(1, (high - low) // wanted)
-    multiples = (1, 2, 5) if high - low <= 2 else (1,)
-    found = [factor * 10.0**power for power in range(low, high + 1, stride) for factor in multiples]
-    inside = [one for one in found if scale.low <= one <= scale.high]
-    return inside or [math.sqrt(scale.low) * math.sqrt(scale.high)]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from datetime import datetime
 from functools import partial
@@ -191,11 +192,14 @@ def branches_of(committed: Committed) -> tuple[BranchNote, ...]:
 
 def happened(history: History) -> tuple[Event, ...]:
     """Records that people ask about: rewinds, quarantines, what retention took, tags and pins."""
-    return tuple(
-        Event(_seconds(record.written), record.kind, text, record.generation)
-        for record in history.records
-        if (text := _said_of(record))
-    )
+    found = []
+    for record in history.records:
+        if text := _said_of(record):
+            secs = None
+            with suppress(ValueError):
+                secs = datetime.fromisoformat(record.written.replace("Z", "+00:00")).timestamp()
+            found.append(Event(secs, record.kind, text, record.generation))
+    return tuple(found)
 
 
 def _how(request: Mapping[str, Json] | None, *, first: bool) -> str:
@@ -224,13 +228,6 @@ def _said_of(record: Record) -> str:
         amount = len(retired) if isinstance(retired, list) else 0
         return f"retired {amount} by {rule if isinstance(rule, str) else 'retention'}"
     return ""
-
-
-def _seconds(written: str) -> float | None:
-    try:
-        return datetime.fromisoformat(written.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return None
 
 
 _KINDS = {"checkpoint_save": "save", "checkpoint_load": "load", "checkpoint_partial_load": "load"}
@@ -327,54 +324,35 @@ def norms_of(storage: Storage, line: Sequence[CommittedPosition], limits: ReadLi
 
 
 def _read(storage: Storage, whole: Sequence[CommittedPosition], limits: ReadLimits) -> Norms:
-    newest = open_epoch(storage, whole[-1])
-    budget = limits.norm_bytes
-    names = _fitting(newest, budget, min(_FEWEST_EPOCHS, len(whole)))
-    size = sum(newest.items[name].leaf.nbytes for name in names)
-    if not names:
-        return Norms(left_out=_too_few(newest, whole, budget))
-    epochs = min(limits.normed_epochs, len(whole), (budget // max(1, size) + 1) // 2)
-    chosen = spread(whole, epochs) if epochs > 1 else [whole[-1]]
-    rows, read = _rows(storage, chosen, names)
-    every = len(_parameters(newest))
-    seen = f"{len(names)} of {every} parameters were looked at" if len(names) < every else None
-    return Norms(tuple(rows), read, seen)
-
-
-def _cost(size: int, epochs: int) -> int:
-    """The first epoch is read once for itself, then both of each pair."""
-    return size * (2 * epochs - 1)
-
-
-def _fitting(epoch: Epoch, budget: int, epochs: int) -> list[str]:
-    """Parameters spread over the model; where these are too many bytes, as many as fit, the small ones."""
-    names = spread(_parameters(epoch), _MOST_LEAVES)
-    size, fitting = 0, set[str]()
-    for name in sorted(names, key=lambda name: epoch.items[name].leaf.nbytes):
-        size += epoch.items[name].leaf.nbytes
-        if _cost(size, epochs) <= budget:
-            fitting.add(name)
-    return [name for name in names if name in fitting]
-
-
-def _parameters(epoch: Epoch) -> list[str]:
-    return [
-        name
-        for name, item in epoch.items.items()
+    newest, budget = open_epoch(storage, whole[-1]), limits.norm_bytes
+    every = {
+        name: item.leaf.nbytes
+        for name, item in newest.items.items()
         if item.tensor
         and item.leaf.role == "parameter"
         and item.leaf.dtype in CAN_BE_BAD
-        and not epoch.gone(item)
-    ]
-
-
-def _too_few(epoch: Epoch, whole: Sequence[CommittedPosition], budget: int) -> str | None:
-    sizes = [epoch.items[name].leaf.nbytes for name in _parameters(epoch)]
-    if not sizes:
-        return "the newest epoch has no parameters to look at"
-    need = _cost(min(sizes), min(_FEWEST_EPOCHS, len(whole)))
-    least, most = human_bytes(need), human_bytes(budget)
-    return f"no weight fits into the {most} that may be read: the smallest needs {least}"
+        and not newest.gone(item)
+    }
+    if not every:
+        return Norms(left_out="the newest epoch has no parameters to look at")
+    # The first epoch is read once for itself, then both of each pair.
+    reads = 2 * min(_FEWEST_EPOCHS, len(whole)) - 1
+    # Parameters spread over the model; where these are too many bytes, as many as fit, the small ones.
+    names, seen, size, fitting = spread(list(every), _MOST_LEAVES), 0, 0, set[str]()
+    for name in sorted(names, key=every.__getitem__):
+        seen += every[name]
+        if seen * reads <= budget:
+            fitting.add(name)
+            size = seen
+    if not fitting:
+        least, most = human_bytes(min(every.values()) * reads), human_bytes(budget)
+        return Norms(left_out=f"no weight fits into the {most} that may be read: the smallest needs {least}")
+    names = [name for name in names if name in fitting]
+    epochs = min(limits.normed_epochs, len(whole), (budget // max(1, size) + 1) // 2)
+    chosen = spread(whole, epochs) if epochs > 1 else [whole[-1]]
+    rows, read = _rows(storage, chosen, names)
+    some = f"{len(names)} of {len(every)} parameters were looked at" if len(names) < len(every) else None
+    return Norms(tuple(rows), read, some)
 
 
 def _rows(

@@ -65,9 +65,22 @@ def metrics(runs: Sequence[RunFacts]) -> PageSection | None:
     figures = []
     for index, name in enumerate(shown):
         if name in names:
-            figures.append(_figure(index, name, runs, span, counts))
+            lines = [one for at, run in enumerate(runs) for one in _series(name, run, at + 1)]
+            marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at + 1)]
+            ends = [(run, _pairs(name, run.course.points)) for run in runs]
+            title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, ends, "epoch")
+            charts = _charts(f"{name} over epochs. {title}", lines, marks, span=span, counts=counts)
+            figures.append(Figure("by epoch", title, *charts, f"log-{index}"))
         if name in by_step:
-            figures.append(_step_figure(index, name, runs, counts))
+            points = [
+                tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics)
+                for run in runs
+            ]
+            ends = list(zip(runs, points, strict=True))
+            lines = [Series(run.name, at + 1, own) for at, (run, own) in enumerate(ends) if own]
+            title = _trend(name, points[0], "step") if len(runs) == 1 else _compared(name, ends, "step")
+            charts = _charts(f"{name} over steps. {title}", lines, unit="step", counts=counts)
+            figures.append(Figure("by step", title, *charts, f"log-step-{index}"))
     more = len(names) - _MOST_CHARTS
     content = {
         "legend": _legend(runs),
@@ -141,31 +154,6 @@ def _compared(name: str, measured: Sequence[tuple[RunFacts, Measured]], unit: st
     if number(low[0]) == number(high[0]):
         return f"{name} ends at {number(low[0])} in all runs"
     return f"{name} ends at {number(high[0])} in {high[1]}, {number(low[0])} in {low[1]}"
-
-
-def _figure(
-    index: int, name: str, runs: Sequence[RunFacts], span: tuple[int, int] | None, counts: Steps
-) -> Figure:
-    series = [one for at, run in enumerate(runs) for one in _series(name, run, at + 1)]
-    marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at + 1)]
-    measured = [(run, _pairs(name, run.course.points)) for run in runs]
-    title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, measured, "epoch")
-    label = f"{name} over epochs. {title}"
-    charts = _charts(label, series, marks, span=span, counts=counts)
-    return Figure("by epoch", title, *charts, f"log-{index}")
-
-
-def _step_figure(index: int, name: str, runs: Sequence[RunFacts], counts: Steps) -> Figure:
-    """A metric within epochs, over the steps of the runs."""
-    measured = [
-        (run, tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics))
-        for run in runs
-    ]
-    series = [Series(run.name, at + 1, points) for at, (run, points) in enumerate(measured) if points]
-    one_run = len(runs) == 1
-    title = _trend(name, series[0].points, "step") if one_run else _compared(name, measured, "step")
-    label = f"{name} over steps. {title}"
-    return Figure("by step", title, *_charts(label, series, unit="step", counts=counts), f"log-step-{index}")
 
 
 def _charts(
@@ -381,25 +369,21 @@ def sizes(runs: Sequence[RunFacts]) -> PageSection | None:
     known = [run for run in runs if run.sizes]
     if not known:
         return None
+    newest, total = known[0].sizes[-1], _total(known[0].sizes[-1])
+    if len(known) > 1:
+        each = (f"{run.name} {human_bytes(_total(run.sizes[-1]))}" for run in known)
+        title = f"The newest epochs: {', '.join(each)}"
+    elif not newest.blobs or not total:
+        title = "The newest epoch holds no bytes"
+    else:
+        first, saved = newest.blobs[0], sum(one.referenced for one in newest.blobs)
+        rest = f"; {share(saved, total)} was not written again" if saved else ""
+        title = f"{first.blob} is {share(first.total, total)} of an epoch of {human_bytes(total)}{rest}"
     content = {
         "legend": [("written", "written by the epoch"), ("referenced", "referenced in an earlier epoch")],
         "runs": [(run, _size_figures(run.sizes), _size_table(run)) for run in known],
     }
-    return PageSection("sizes", "Sizes", _size_finding(known), content)
-
-
-def _size_finding(runs: Sequence[RunFacts]) -> str:
-    if len(runs) > 1:
-        each = (f"{run.name} {human_bytes(_total(run.sizes[-1]))}" for run in runs)
-        return f"The newest epochs: {', '.join(each)}"
-    newest = runs[0].sizes[-1]
-    total = _total(newest)
-    if not newest.blobs or not total:
-        return "The newest epoch holds no bytes"
-    first = newest.blobs[0]
-    saved = sum(one.referenced for one in newest.blobs)
-    rest = f"; {share(saved, total)} was not written again" if saved else ""
-    return f"{first.blob} is {share(first.total, total)} of an epoch of {human_bytes(total)}{rest}"
+    return PageSection("sizes", "Sizes", title, content)
 
 
 def _total(epoch: EpochBytes) -> int:

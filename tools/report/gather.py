@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.load.open import best_in
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.metadata.code.capture import captures
@@ -81,9 +80,24 @@ def attempts_of(
         if (one := _attempt(generation, measured.get(generation, ()), by_start.get(generation, ())))
         is not None
     ]
-    if found:
-        found[-1] = _by_status(found[-1], status, stands)
-    return tuple(_with_saves(found, saves))
+    if found and found[-1].outcome == "DIED" and status.get("generation") == found[-1].generation:
+        # The last start may be running, or have ended in a way that only `status.json` records.
+        last, updated = found[-1], moment_of({"time": status.get("updated")})
+        end = max(last.end, updated) if updated is not None else last.end
+        state = str(status.get("state", "DIED"))
+        killed = state == "RUNNING" and stands.word == "interrupted"
+        outcome, reason = ("DIED", stands.why) if killed else (state, str(status.get("error", "")))
+        found[-1] = replace(last, end=end, outcome=outcome, reason=reason)
+    within: dict[int, list[Save]] = {}
+    order = sorted(range(len(found)), key=lambda index: found[index].begin)
+    for save in saves:
+        owners = [index for index in order if found[index].begin <= (save.end or 0.0) + 0.001]
+        if owners:
+            within.setdefault(owners[-1], []).append(save)
+    for index, own in within.items():
+        end = max([found[index].end, *(save.end for save in own if save.end is not None)])
+        found[index] = replace(found[index], saves=tuple(own), end=end)
+    return tuple(found)
 
 
 def launches_of(captured: Sequence[Mapping[str, Any]]) -> tuple[Launch, ...]:
@@ -135,33 +149,6 @@ def _attempt(
     )
 
 
-def _by_status(last: RunAttempt, status: Mapping[str, Json], stands: Standing) -> RunAttempt:
-    """The last start may be running, or have ended in a way that only `status.json` records."""
-    if last.outcome != "DIED" or status.get("generation") != last.generation:
-        return last
-    updated = moment_of({"time": status.get("updated")})
-    end = max(last.end, updated) if updated is not None else last.end
-    state = str(status.get("state", "DIED"))
-    if state == "RUNNING" and stands.word == "interrupted":
-        return replace(last, end=end, reason=stands.why)
-    return replace(last, end=end, outcome=state, reason=str(status.get("error", "")))
-
-
-def _with_saves(attempts: Sequence[RunAttempt], saves: Sequence[Save]) -> list[RunAttempt]:
-    by_start: dict[int, list[Save]] = {}
-    order = sorted(range(len(attempts)), key=lambda index: attempts[index].begin)
-    for save in saves:
-        owners = [index for index in order if attempts[index].begin <= (save.end or 0.0) + 0.001]
-        if owners:
-            by_start.setdefault(owners[-1], []).append(save)
-    found = []
-    for index, one in enumerate(attempts):
-        own = by_start.get(index, [])
-        end = max([one.end, *(save.end for save in own if save.end is not None)])
-        found.append(replace(one, saves=tuple(own), end=end))
-    return found
-
-
 def _whole(value: Json) -> int | None:
     return value if type(value) is int else None
 
@@ -192,6 +179,9 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
     def recorded() -> list[dict[str, Any]]:  # nothing where a record is a link, which may lead elsewhere
         return [] if any(one.is_symlink() for one in run.path.glob("captured.*.json")) else captures(run.path)
 
+    host, stop = _text(status.get("host")), status.get("stop")
+    said = [status[name] for name in ("error", "reason") if isinstance(status.get(name), str)]
+    reason = said[0] if said else ", ".join(map(str, stop)) if isinstance(stop, list) else ""
     events = troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), none)
     steps = troubles.tried(run.steps, none)
     return RunFacts(
@@ -204,9 +194,9 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
         created=moment_of({"time": identity.get("created")}),
         updated=moment_of({"time": status.get("updated")}),
         exit_code=_whole(status.get("exit_code")),
-        exit_reason=_exit_reason(status),
+        exit_reason=reason,
         best=best_in(identity.get("best")),
-        hosts=_hosts(status, manifests),
+        hosts=manifests[-1].world.hosts if manifests else (host,) if host is not None else (),
         identity=identity,
         launches=launches_of(troubles.tried(recorded, none)),
         config=small_text(run.path / "config" / "resolved.yaml"),
@@ -227,19 +217,6 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
         upstream=_upstream(run.path / "lineage"),
         trouble=tuple(troubles.said),
     )
-
-
-def _exit_reason(status: Mapping[str, Json]) -> str:
-    for name in ("error", "reason"):
-        if isinstance(status.get(name), str):
-            return str(status[name])
-    stop = status.get("stop")
-    return ", ".join(map(str, stop)) if isinstance(stop, list) else ""
-
-
-def _hosts(status: Mapping[str, Json], manifests: Sequence[Manifest]) -> tuple[str, ...]:
-    host = _text(status.get("host"))
-    return manifests[-1].world.hosts if manifests else (host,) if host is not None else ()
 
 
 def _upstream(directory: Path) -> tuple[tuple[str, str], ...]:

@@ -304,19 +304,7 @@ class RunFacts:
 
 
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""How JSON, which has no such numbers, writes them (`journal.finite`)."""
-
-
-def metric_value(value: Json) -> float | None:
-    """A metric out of a file; None for other values."""
-    if isinstance(value, str):
-        return _NAMES.get(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+"""How JSON, which has no such numbers, writes them (`metadata.fs.finite`)."""
 
 
 def moment_of(line: Mapping[str, Json]) -> float | None:
@@ -340,8 +328,16 @@ def point_of(generation: int, line: Mapping[str, Json]) -> Point | None:
 
 def metrics_in(said: Mapping[str, Json]) -> dict[str, float]:
     """The metrics of a line whose values are numbers."""
-    values = ((str(name), metric_value(value)) for name, value in said.items())
-    return {name: value for name, value in values if value is not None}
+    found = {}
+    for name, value in said.items():
+        if isinstance(value, str) and value in _NAMES:
+            found[str(name)] = _NAMES[value]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            try:
+                found[str(name)] = float(value)
+            except OverflowError:
+                found[str(name)] = math.inf if value > 0 else -math.inf
+    return found
 
 
 def course_of(
@@ -368,8 +364,6 @@ def course_of(
             joints.append(Joint("fallback" if forced else "rewind", epoch, generation))
         elif line:
             joints.append(Joint("rewind" if gone else "resume", max(0, first - 1), generation))
-        known = {
-            one.epoch: one for one in points
-        }  # of an epoch that one start measured twice the later counts
+        known = {one.epoch: one for one in points}  # of an epoch measured twice the later counts
         line = [*kept, *(known[epoch] for epoch in sorted(known))]
     return Course(tuple(line), tuple(abandoned), tuple(joints))

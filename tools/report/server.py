@@ -29,7 +29,7 @@ from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.local_copies import Wanted, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
-from torchrelay.tools.report.charts import Chart, count, spark
+from torchrelay.tools.report.charts import count, spark
 from torchrelay.tools.report.gather import gather, points_of
 from torchrelay.tools.report.page import policy, report_page, whole_page
 from torchrelay.tools.report.run_data import ReadLimits, RunFacts, Troubles, course_of, moment_of
@@ -179,21 +179,15 @@ def index_page(root: str, runs: Sequence[RunFacts], tag: str) -> str:
     ordered = sorted(runs, key=lambda run: (-(run.updated or 0.0), run.name))
     going = sum(run.stands.word == "running" for run in runs)
     title = f"{count(len(runs), 'run')}, {going} running" if going else count(len(runs), "run")
-    rows = [
-        (run, quote(run.name, safe=""), _course(run), run.job if run.job != run.name else "")
-        for run in ordered
-    ]
+    rows = []
+    for run in ordered:
+        # The course of its own metric, without numbers: the cell beside it has the one that counts.
+        name = run.best[0] if run.best is not None else ""
+        values = [(one.epoch, one.metrics[name]) for one in run.course.points if name in one.metrics]
+        finite = [(epoch, value) for epoch, value in values if math.isfinite(value)]
+        course = spark(f"{name} over {count(len(finite), 'epoch')}", finite) if len(finite) > 1 else None
+        rows.append((run, quote(run.name, safe=""), course, run.job if run.job != run.name else ""))
     return whole_page("runs.html", title, live=tag, root=root, rows=rows)
-
-
-def _course(run: RunFacts) -> Chart | None:
-    """The course of the run's own metric, without numbers: the cell beside it has the one that counts."""
-    if run.best is None:
-        return None
-    name = run.best[0]
-    values = [(one.epoch, one.metrics[name]) for one in run.course.points if name in one.metrics]
-    finite = [(epoch, value) for epoch, value in values if math.isfinite(value)]
-    return spark(f"{name} over {count(len(finite), 'epoch')}", finite) if len(finite) > 1 else None
 
 
 _MOST_PAGES = 64

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,16 +109,6 @@ FOLDER = "exports"
 FORMAT = {"major": 1, "minor": 0, "features": []}
 
 
-@contextmanager
-def _same_streams() -> Iterator[None]:
-    """Keep the random streams, so that an export does not change the training."""
-    streams = RandomStreams.capture()
-    try:
-        yield
-    finally:
-        streams.restore()
-
-
 class Exporting:
     """One `OnnxExport` in one train call; all ranks call its methods, rank 0 writes."""
 
@@ -144,49 +134,39 @@ class Exporting:
         """After the state is loaded or new: find the best epoch, and repair files of abandoned epochs."""
         if not self._wanted.best:
             return
-        found = decide(self._session.peers, "best export", self._find_best)
+        path = self._folder / f"{self._wanted.name}-best.onnx"
+
+        def find_best() -> dict[str, Any]:  # on rank 0; the epoch, if its file must be exported again
+            epoch: int | None = None
+            value: float | None = None
+            if self._state.epoch:
+                with suppress(RelayError, KeyError):  # no epoch has that metric yet
+                    # Only epochs of the resumed branch, by the metrics in their checkpoints.
+                    opened = open_checkpoint(self._run.where, "best", best=self._measure)
+                    epoch, value = opened.epoch, opened.metrics[self._measure[0]]
+            there = path.exists() and self._notes().get(path.name, {}).get("epoch") == epoch
+            if not there and epoch is None:
+                path.unlink(missing_ok=True)  # of an abandoned epoch
+            return {"value": value, "epoch": None if there else epoch}
+
+        found = decide(self._session.peers, "best export", find_best)
         self._best = found["value"]
         if found["epoch"] is not None:
-            self._export(f"{self._wanted.name}-best.onnx", {}, epoch=found["epoch"])
+            self._export(path.name, {}, epoch=found["epoch"])
 
     def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
         """Export a finished epoch that is saved (None: or about to be)."""
-        epoch, name = self._state.epoch, self._wanted.name
-        better = self._is_best(metrics)
         if saved is False:
             return
-        if better:
-            self._best = metrics[self._measure[0]]
-            self._export(f"{name}-best.onnx", metrics)
-        if self._wanted.every is not None and epoch % self._wanted.every == 0:
-            self._export(f"{name}-epoch-{epoch}.onnx", metrics)
-
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        if not self._wanted.best:
-            return False
-        name, mode = self._measure
-        value = metrics.get(name, math.nan)
-        if math.isnan(value) or self._best is None:
-            return not math.isnan(value)
-        return value > self._best if mode == "max" else value < self._best
+        wanted, epoch, (measure, mode), best = self._wanted, self._state.epoch, self._measure, self._best
+        value = metrics.get(measure, math.nan) if wanted.best else math.nan
+        if not math.isnan(value) and (best is None or (value > best if mode == "max" else value < best)):
+            self._best = value
+            self._export(f"{wanted.name}-best.onnx", metrics)
+        if wanted.every is not None and epoch % wanted.every == 0:
+            self._export(f"{wanted.name}-epoch-{epoch}.onnx", metrics)
 
     # On disk
-
-    def _find_best(self) -> dict[str, Any]:
-        """On rank 0: find the best value so far, and the epoch whose file must be exported again, if any."""
-        epoch: int | None = None
-        value: float | None = None
-        if self._state.epoch:
-            with suppress(RelayError, KeyError):  # no epoch has that metric yet
-                # Only epochs of the resumed branch, by the metrics in their checkpoints.
-                opened = open_checkpoint(self._run.where, "best", best=self._measure)
-                epoch, value = opened.epoch, opened.metrics[self._measure[0]]
-        noted = self._notes().get(f"{self._wanted.name}-best.onnx", {})
-        path = self._folder / f"{self._wanted.name}-best.onnx"
-        there = path.exists() and noted.get("epoch") == epoch
-        if not there and epoch is None:
-            path.unlink(missing_ok=True)  # of an abandoned epoch
-        return {"value": value, "epoch": None if there else epoch}
 
     def _notes(self) -> dict[str, Any]:
         found = (read_json(self._folder / f"{self._wanted.name}.json") or {}).get("files")
@@ -198,8 +178,9 @@ class Exporting:
         """Write a file from the live model, or from a saved `epoch`; a failure is a warning."""
         first = self._session.peers.rank == 0
         at = self._state.epoch if epoch is None else epoch
+        streams = RandomStreams.capture()
         try:
-            with progress(f"exporting epoch {at} as ONNX"), _same_streams():
+            with progress(f"exporting epoch {at} as ONNX"):
                 model = self._gathered() if epoch is None else None
                 if first:
                     self._write(file, at, model, metrics)
@@ -209,6 +190,8 @@ class Exporting:
                     f"epoch {at} was not exported, exports/{file} is "
                     f"{'unchanged' if (self._folder / file).exists() else 'missing'}: {error}"
                 )
+        finally:  # an export does not change the training
+            streams.restore()
 
     def _write(self, file: str, at: int, model: Any, metrics: Mapping[str, float]) -> None:
         self._folder.mkdir(exist_ok=True)

@@ -90,22 +90,14 @@ def play(module: nn.Module, form: Json, tensors: Sequence[torch.Tensor]) -> tupl
     and the errors of `forward`.
     """
     args, kwargs = put_together(form, tensors, device_of(module))
-    with _untouched(module), torch.no_grad():
-        outputs = module(*args, **kwargs)
-    found: list[torch.Tensor] = []
-    return taken_apart(outputs, found), found
-
-
-@contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Run the block in `eval` mode with a fixed seed; restore modes, buffers and random streams."""
     modes = {inner: inner.training for inner in module.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     streams = RandomStreams.capture()
     torch.manual_seed(SEED)
     try:
         module.eval()
-        yield
+        with torch.no_grad():
+            outputs = module(*args, **kwargs)
     finally:
         for inner, training in modes.items():
             inner.training = training
@@ -113,6 +105,8 @@ def _untouched(module: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 buffer.copy_(before)
         streams.restore()
+    found: list[torch.Tensor] = []
+    return taken_apart(outputs, found), found
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -208,7 +208,13 @@ class Stages:
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
                 for source in self._sources.values():
-                    _fill_kept(source, workspace)
+                    for blob in source.stage.record.kept:
+                        name = f"{UPSTREAM}{source.stage.alias}.{blob}"
+                        kept, below = {name: workspace[name]}, Below(blob, name)
+                        if missing := source.checkpoint.load(kept, strict=False, rename=below).missing:
+                            raise BlobError(
+                                f"{source.name} lacks {', '.join(missing)}, which disappeared meanwhile"
+                            )
                 found[:] = [warm(one, self._sources[one.upstream], workspace) for one in self.init_from]
 
         together(self._peers, "warm start", take)
@@ -342,8 +348,17 @@ def open_sources(given: UpstreamRuns, peers: Peers) -> dict[str, WarmStartSource
     if not upstream:
         return found
 
-    def choices() -> dict[str, list[str]]:
-        return {alias: _choice(alias, one) for alias, one in upstream.items()}
+    def choices() -> dict[str, list[str]]:  # locations, and the exact epochs that are selected now
+        exact = {}
+        for alias, one in upstream.items():
+            try:
+                selector = parse_selector(os.fspath(one.run))
+                path = selector.path if is_url(selector.path) else str(Path(selector.path).absolute())
+                opened = open_checkpoint(path, epoch=selector.epoch)
+            except UsageError as error:
+                raise type(error)(f"upstream {alias!r}: {error}") from None
+            exact[alias] = [path, f"{opened.epoch},branch={opened.branch}"]
+        return exact
 
     def open_all() -> None:
         for alias, (path, epoch) in chosen.items():
@@ -355,25 +370,23 @@ def open_sources(given: UpstreamRuns, peers: Peers) -> dict[str, WarmStartSource
     return found
 
 
-def _choice(alias: str, one: Upstream) -> list[str]:
-    """Return the location and the exact epoch that is selected now."""
-    try:
-        selector = parse_selector(os.fspath(one.run))
-        path = selector.path if is_url(selector.path) else str(Path(selector.path).absolute())
-        found = open_checkpoint(path, epoch=selector.epoch)
-    except UsageError as error:
-        raise type(error)(f"upstream {alias!r}: {error}") from None
-    return [path, f"{found.epoch},branch={found.branch}"]
-
-
 def _opened(
     one: Upstream, applied: tuple[dict[str, Any], ...], alias: str, path: str, epoch: str
 ) -> WarmStartSource:
     checkpoint = open_checkpoint(path, epoch=epoch)
-    kept = _kept(checkpoint, alias, one)
+    facts, manifest = checkpoint.facts, checkpoint.manifest
+    try:
+        chosen = choose(manifest, one.keep, "tensor", strict=True)
+    except UsageError as error:
+        raise UsageError(f"upstream {alias!r}, keep: {error}") from None
+    if own := next((f"{node}:{name}" for name, node in chosen if node is not None), None):
+        raise UsageError(
+            f"upstream {alias!r}, keep: {own} belongs to one node; only shared tensors can be kept"
+        )
+    roles = {name: manifest.leaves[manifest.rows[name][0]].role for name, _ in chosen}
+    kept = tuple(name for name, role in roles.items() if role not in OF_POSITION)
     run = None if is_url(path) else RunDirectory(path)
     identity = run.known_identity() if run is not None else {}
-    facts, manifest = checkpoint.facts, checkpoint.manifest
     record = StageRecord(
         asked=os.fspath(one.run),
         path=path,
@@ -394,20 +407,6 @@ def _opened(
     ]
     stage = LineageStage(alias, record, blobs, run.path if identity and run else None)
     return WarmStartSource(checkpoint, stage, kept)
-
-
-def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
-    manifest = checkpoint.manifest
-    try:
-        chosen = choose(manifest, one.keep, "tensor", strict=True)
-    except UsageError as error:
-        raise UsageError(f"upstream {alias!r}, keep: {error}") from None
-    if own := next((f"{node}:{name}" for name, node in chosen if node is not None), None):
-        raise UsageError(
-            f"upstream {alias!r}, keep: {own} belongs to one node; only shared tensors can be kept"
-        )
-    roles = {name: manifest.leaves[manifest.rows[name][0]].role for name, _ in chosen}
-    return tuple(name for name, role in roles.items() if role not in OF_POSITION)
 
 
 def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> WarmStart:
@@ -445,14 +444,6 @@ def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> Warm
             f"names with rename= (it has {there})"
         )
     return WarmStart(source.name, result.loaded, result.missing, result.unexpected, tuple(misshapen))
-
-
-def _fill_kept(source: WarmStartSource, workspace: Workspace) -> None:
-    for blob in source.stage.record.kept:
-        name = f"{UPSTREAM}{source.stage.alias}.{blob}"
-        result = source.checkpoint.load({name: workspace[name]}, strict=False, rename=Below(blob, name))
-        if result.missing:
-            raise BlobError(f"{source.name} lacks {', '.join(result.missing)}, which disappeared meanwhile")
 
 
 def _objects(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> dict[str, Any]:

@@ -131,7 +131,11 @@ def du(chosen: argparse.Namespace, output: Output) -> int:
     place = locate(chosen.path)
     view = place.log()
     usage = usage_of(place.storage, view)
-    blobs = _largest_blobs(place, view)
+    newest, sizes = view.newest(boundary=True), dict[str, int]()
+    with suppress(StorageError):  # of its manifest
+        sizes = {} if newest is None else dict(read_table(place.storage, newest).sizes)
+    some = [(name, sizes[name]) for name in largest(sizes, list(sizes), _BLOBS)]
+    blobs = dict(sorted(some, key=lambda one: (-one[1], one[0])))
     output.notices(view.notices)
     if output.json:
         output.value(_json(view, usage, blobs))
@@ -146,17 +150,6 @@ def du(chosen: argparse.Namespace, output: Output) -> int:
     for line in _sums(view, usage):
         output.line(line)
     return 0
-
-
-def _largest_blobs(place: RunLocation, view: LogView) -> Mapping[str, int]:
-    """Return the largest blobs of the newest epoch on one node; empty if its manifest is unreadable."""
-    newest = view.newest(boundary=True)
-    try:
-        sizes = {} if newest is None else dict(read_table(place.storage, newest).sizes)
-    except StorageError:
-        return {}
-    chosen = largest(sizes, list(sizes), _BLOBS)
-    return dict(sorted(((name, sizes[name]) for name in chosen), key=lambda one: (-one[1], one[0])))
 
 
 def _sort_key(one: TryUse) -> tuple[bool, Position, int, str]:
@@ -207,23 +200,21 @@ def _json(view: LogView, usage: Usage, blobs: Mapping[str, int]) -> dict[str, ob
         "keep_last_1_frees_bytes": usage.freed_by_last,
         "groups": dict(sorted(usage.by_group.items())),
         "largest_blobs": dict(blobs),
-        "tries": [_try_json(one) for one in usage.tries],
+        "tries": [
+            {
+                "try": one.name,
+                "standing": one.standing,
+                "epoch": None if one.entry is None else one.entry.position.epoch,
+                "step": None if one.entry is None else one.entry.position.step,
+                "branch": None if one.entry is None else one.entry.branch,
+                "bytes": one.bytes,
+                "groups": dict(one.groups),
+                "needed_by": one.needed_by,
+                "frees_bytes": one.frees,
+            }
+            for one in usage.tries
+        ],
         "notices": list(view.notices),
-    }
-
-
-def _try_json(one: TryUse) -> dict[str, object]:
-    entry = one.entry
-    return {
-        "try": one.name,
-        "standing": one.standing,
-        "epoch": None if entry is None else entry.position.epoch,
-        "step": None if entry is None else entry.position.step,
-        "branch": None if entry is None else entry.branch,
-        "bytes": one.bytes,
-        "groups": dict(one.groups),
-        "needed_by": one.needed_by,
-        "frees_bytes": one.frees,
     }
 
 

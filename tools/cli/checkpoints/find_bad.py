@@ -68,8 +68,11 @@ def find_jump(chosen: argparse.Namespace, output: Output) -> int:
     run = locate_run(selector.path)
     selected = select(chosen.path)
     upto = selected.entry.position.epoch if selector.wish is not None else None
-    current = selected.entry in selected.view.line()
-    lines = run.metrics() if current else list(_of_branch(selected))
+    lines = run.metrics()
+    if selected.entry not in selected.view.line():  # the run's own file has the current branch only
+        branch = [one for one in selected.view.line(selected.entry.branch) if one.position.boundary]
+        facts = [(one.position.epoch, glance_or_notes(selected.place.storage, one).facts) for one in branch]
+        lines = [{"epoch": epoch, "metrics": found.metrics} for epoch, found in facts]
     series = list(_series(lines, chosen.metric, upto))
     jump = first_jump([value for _, value in series], chosen.jump or FACTOR)
     if jump is None:
@@ -100,14 +103,6 @@ def find_jump(chosen: argparse.Namespace, output: Output) -> int:
         output.line(_jump_line(chosen.metric, series, jump), "damaged")
         output.line(resume[1] if resume else _NO_RESUME)
     return FOUND
-
-
-def _of_branch(selected: Selected) -> Iterator[dict[str, Any]]:
-    """Read the metrics of an abandoned branch from its epochs; the run's own file has the current branch."""
-    for entry in selected.view.line(selected.entry.branch):
-        if entry.position.boundary:
-            metrics = glance_or_notes(selected.place.storage, entry).facts.metrics
-            yield {"epoch": entry.position.epoch, "metrics": metrics}
 
 
 def _series(lines: Sequence[dict[str, Any]], name: str, upto: int | None) -> Iterator[tuple[int, float]]:
@@ -178,7 +173,12 @@ def find_bad(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.jump is not None:
         raise UsageError("--jump needs --metric NAME")
     selected = select(chosen.path)
-    entries = _whole_epochs(selected, output)
+    seen_line = selected.view.line(selected.entry.branch)
+    line = [one for one in seen_line if one.position.boundary and one.position <= selected.entry.position]
+    output.notices(
+        f"epoch {one.position} is skipped: it is quarantined as damaged" for one in line if not one.healthy
+    )
+    entries = [one for one in line if one.healthy] or [selected.entry]
     search = BadElementSearch(tuple(chosen.blobs or ()), nan_only=chosen.nan_only)
     check_chosen([open_epoch(selected.place.storage, entries[-1])], chosen.blobs or ())
     seen: dict[int, list[BadLeaf]] = {}
@@ -207,16 +207,6 @@ def find_bad(chosen: argparse.Namespace, output: Output) -> int:
         for entry in again[:1]:
             output.line(f"the later epoch {entry.position} is good again")
     return 0 if at is None else FOUND
-
-
-def _whole_epochs(selected: Selected, output: Output) -> Sequence[CommittedPosition]:
-    """Return the epochs of the branch up to the selected one, without quarantined ones."""
-    seen = selected.view.line(selected.entry.branch)
-    line = [one for one in seen if one.position.boundary and one.position <= selected.entry.position]
-    for one in line:
-        if not one.healthy:
-            output.notice(f"epoch {one.position} is skipped: it is quarantined as damaged")
-    return [one for one in line if one.healthy] or [selected.entry]
 
 
 def _say_nan(

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_excl
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError, UsageError
 from torchrelay.runners.monitoring.console import Output, arg, flag, verb
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, parse_selector, select
+from torchrelay.runners.remote_runs.resolve import RunLocation, locate, parse_selector, select
 from torchrelay.tools.cli.arguments import PLACE, SINGLE_WRITER, run_epoch, whole_number
 
 _DRAFTS = {"tag": tag_draft, "pin": pin_draft}
@@ -42,10 +42,22 @@ def mark_json(mark: TagOrPin) -> dict[str, Any]:
 def add_mark(
     kind: str, text: str, name_of: Callable[[Key], str], output: Output, single_writer: SingleWriter
 ) -> None:
-    """Mark the epoch selected by `text` and report it, also if an existing mark moves."""
-    selected = _marked(kind, text, name_of, single_writer)
-    key = selected.entry.key
-    name = name_of(key)
+    """Mark the epoch selected by `text` and report it, also if an existing mark moves.
+
+    It is selected again if retention deleted it meanwhile, unless the epoch was named.
+    """
+    wish = parse_selector(text).wish
+    end = time.monotonic() + (0.0 if wish is not None and wish.explicit else _PATIENCE_SECS)
+    while True:
+        selected = select(text, single_writer=single_writer)
+        key = selected.entry.key
+        name = name_of(key)
+        try:
+            put(selected.place.storage, _DRAFTS[kind](name, key))
+            break
+        except UnknownEpochError:
+            if time.monotonic() >= end:
+                raise
     before = next((mark for mark in marks_of(selected.view, kind) if mark.name == name), None)
     moved = before if before is not None and before.target != key else None
     was = f" (it was epoch {moved.target.position})" if moved else ""
@@ -53,23 +65,6 @@ def add_mark(
         {**mark_json(TagOrPin(kind, name, key)), "moved_from": mark_json(moved) if moved else None},
         f"epoch {key.position} {_DONE[kind]} {name}{was}",
     )
-
-
-def _marked(kind: str, text: str, name_of: Callable[[Key], str], single_writer: SingleWriter) -> Selected:
-    """Mark the selected epoch; select again if retention deleted it, unless the epoch was named."""
-    wish = parse_selector(text).wish
-    patience = 0.0 if wish is not None and wish.explicit else _PATIENCE_SECS
-    end = time.monotonic() + patience
-    while True:
-        selected = select(text, single_writer=single_writer)
-        key = selected.entry.key
-        try:
-            put(selected.place.storage, _DRAFTS[kind](name_of(key), key))
-        except UnknownEpochError:
-            if time.monotonic() < end:
-                continue
-            raise
-        return selected
 
 
 def put(storage: Storage, draft: RecordDraft) -> None:
@@ -259,26 +254,18 @@ def pin(chosen: argparse.Namespace, output: Output) -> int:
             chosen.single_writer,
         )
         return 0
-    found = _pins(chosen.path, chosen.name)
-    place = locate(parse_selector(chosen.path).path, single_writer=chosen.single_writer)
+    selector, name = parse_selector(chosen.path), chosen.name
+    if selector.wish is None and name is None:
+        raise UsageError("pin --delete needs an epoch or a reason: torchrelay ckpt pin --delete RUN@7")
+    place = locate(selector.path, single_writer=chosen.single_writer)
+    pins = marks_of(place.log(), "pin")
+    target = None if selector.wish is None else select(chosen.path).entry.key
+    found = [mark for mark in pins if target in (None, mark.target) and name in (None, mark.name)]
+    if not found:
+        known = ", ".join(f"{mark.name} (epoch {mark.target.position})" for mark in pins)
+        raise UnknownEpochError(f"{chosen.path} has no such pin; known are: {known or 'none'}")
     for mark in found:
         put(place.storage, unpin_draft(mark.name))
     gone = (f"epoch {mark.target.position} is no longer pinned as {mark.name}" for mark in found)
     output.result({"unpinned": [mark.name for mark in found]}, gone)
     return 0
-
-
-def _pins(path: str, name: str | None) -> list[TagOrPin]:
-    """Find the pins of an epoch or with a name; raises UsageError if neither is given."""
-    selector = parse_selector(path)
-    if selector.wish is None and name is None:
-        raise UsageError("pin --delete needs an epoch or a reason: torchrelay ckpt pin --delete RUN@7")
-    view = locate(selector.path).log()
-    target = None if selector.wish is None else select(path).entry.key
-    pins = [
-        mark for mark in marks_of(view, "pin") if target in (None, mark.target) and name in (None, mark.name)
-    ]
-    if not pins:
-        known = ", ".join(f"{mark.name} (epoch {mark.target.position})" for mark in marks_of(view, "pin"))
-        raise UnknownEpochError(f"{path} has no such pin; known are: {known or 'none'}")
-    return pins

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torchrelay.checkpoint.format.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.inspect.anomalies import (
     Account,
     ResumePreview,
@@ -118,7 +118,16 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
     view = place.log()
     output.notices(view.notices)
     entries = view.entries if selector.wish is None else (find_entry(place, view, selector.wish),)
-    verdicts = list(_verdicts(place, view, entries, chosen.level, output))
+    verdicts, current = list[EpochVerdict](), current_keys(view)
+    for number, entry in enumerate(entries, 1):
+        count = f"{number} of {len(entries)}"
+        output.progress(f"epoch {entry.position}, {count}")
+        with output.works(f" ({count})"):
+            result = verify_epoch(place.storage, entry, level=chosen.level)
+        verdicts.append(EpochVerdict(result, tuple(states_of(entry, current))))
+        output.progress("")
+        if not output.json:
+            output.line(verdicts[-1].line(), result.outcome.value)
     retired = [one.attempt_name for one in view.state.retiring if one.groups is None] if whole else []
     quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
     verified = sum(one.result.verified for one in verdicts)
@@ -144,23 +153,6 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
     found = [one.result.outcome for one in verdicts if one.result.entry.key in usable]
     none_left = whole and bool(verdicts) and all(one is VerificationStatus.DAMAGED for one in found)
     return NONE_LEFT if none_left else NOT_VERIFIED
-
-
-def _verdicts(
-    place: RunLocation, view: LogView, entries: Sequence[CommittedPosition], level: Level, output: Output
-) -> Iterator[EpochVerdict]:
-    current = current_keys(view)
-    for number, entry in enumerate(entries, 1):
-        count = f"{number} of {len(entries)}"
-        output.progress(f"epoch {entry.position}, {count}")
-        with output.works(f" ({count})"):
-            verdict = EpochVerdict(
-                verify_epoch(place.storage, entry, level=level), tuple(states_of(entry, current))
-            )
-        output.progress("")
-        if not output.json:
-            output.line(verdict.line(), verdict.result.outcome.value)
-        yield verdict
 
 
 def _quarantine(

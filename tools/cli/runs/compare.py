@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.open import Best
 from torchrelay.errors import UsageError
@@ -171,7 +170,11 @@ def _facts(place: RunLocation) -> Facts:
     line = place.log().line()
     whole = [entry.position.epoch for entry in line if entry.position.boundary]
     facts |= {"epochs kept": len(whole), "newest epoch": whole[-1] if whole else None}
-    facts |= _durations(place, line)
+    for entry in reversed(line):  # the newest readable manifest
+        with suppress(OSError):
+            known = glance(place.storage, entry).facts
+            facts |= {"trained secs": known.elapsed_secs, "steps": known.total_steps, "seed": known.seed}
+            break
     facts |= _metrics(run.metrics(), place.best)
     path = run.path / _CONFIG
     if not path.exists():
@@ -179,17 +182,6 @@ def _facts(place: RunLocation) -> Facts:
     from torchrelay.jobs.config.yaml_reader import read_yaml_file  # imports yaml, which few runs need
 
     return {**facts, **dict(_flat("config", read_yaml_file(path).value))}
-
-
-def _durations(place: RunLocation, line: Sequence[CommittedPosition]) -> Facts:
-    """Read training seconds, steps and seed from the newest readable manifest."""
-    for entry in reversed(line):
-        try:
-            facts = glance(place.storage, entry).facts
-        except OSError:
-            continue
-        return {"trained secs": facts.elapsed_secs, "steps": facts.total_steps, "seed": facts.seed}
-    return {}
 
 
 def _metrics(lines: Sequence[Mapping[str, Any]], best: Best | None) -> Facts:
@@ -241,7 +233,20 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
 
 def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
     """Print source, configuration and environment, in this order; `stat` omits the lines of files."""
-    _say_code(output, found.a, found.b, found.code)
+    a, b = (
+        start.archive.code_id[:SHORT] if start.archive is not None else "none" for start in (found.a, found.b)
+    )
+    if found.code is None:
+        for start in (found.a, found.b):
+            if start.archive is None:
+                code = start.captured.get("code")
+                why = code.get("why") if isinstance(code, dict) else None
+                output.line(f"the source of {start.text} was not archived: {why or 'unknown reason'}")
+    elif not found.code:
+        output.line(f"code {a}: the same")
+    else:
+        changed, added, removed = map(len, (found.code.changed, found.code.added, found.code.removed))
+        output.line(f"code {a} -> {b}: {changed} changed, {added} added, {removed} removed")
     for one in (*found.files, *found.configs):
         came, went = one.counts
         if stat or one.lines is None:
@@ -255,24 +260,6 @@ def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
     if not (found.code or found.configs or found.captured):
         what = "no other recorded differences" if found.code is None else "no recorded differences"
         output.line(what)
-
-
-def _say_code(output: Output, a: CapturedStart, b: CapturedStart, found: SourceChanges | None) -> None:
-    if found is None:
-        for one in (a, b):
-            if one.archive is None:
-                code = one.captured.get("code")
-                why = code.get("why") if isinstance(code, dict) else None
-                output.line(f"the source of {one.text} was not archived: {why or 'unknown reason'}")
-    elif not found:
-        output.line(f"code {_short(a)}: the same")
-    else:
-        counts = f"{len(found.changed)} changed, {len(found.added)} added, {len(found.removed)} removed"
-        output.line(f"code {_short(a)} -> {_short(b)}: {counts}")
-
-
-def _short(start: CapturedStart) -> str:
-    return start.archive.code_id[:SHORT] if start.archive is not None else "none"
 
 
 def difference_json(found: Difference, *, stat: bool) -> dict[str, Any]:

@@ -69,11 +69,7 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
         output.value({"library": shown(root), "runs": [one.json() for one in lines]})
         return 0
     if not lines:
-        output.line(
-            f"no runs in {shown(root)}"
-            if chosen.state is None
-            else f"no runs in {shown(root)} are {chosen.state}"
-        )
+        output.line(f"no runs in {shown(root)}" + (f" are {chosen.state}" if chosen.state else ""))
         return 0
     output.table(_COLUMNS, [_cells(one) for one in lines], spare=("config", "code", "experiment"))
     for one in lines:
@@ -285,7 +281,9 @@ def index(chosen: argparse.Namespace, output: Output) -> int:
             failed += 1
             continue
         _store(calls, database, notes)
-        done.append({"path": text, **_counts(notes)})
+        epochs = {note.key for note in notes if note.kind == EPOCH}
+        reports = {note.key for note in notes if note.times}
+        done.append({"path": text, "epochs": len(epochs), "reports": len(reports)})
         if not output.json:
             output.line("{path}: {epochs} saved epochs, {reports} saves and loads".format(**done[-1]))
     if output.json:
@@ -313,9 +311,3 @@ def _parts(notes: Sequence[HandlerEvent]) -> Iterator[Sequence[HandlerEvent]]:
         part.append(note)
         rows += rows_in(note)
     yield part
-
-
-def _counts(notes: list[HandlerEvent]) -> dict[str, int]:
-    epochs = {note.key for note in notes if note.kind == EPOCH}
-    reports = {note.key for note in notes if note.times}
-    return {"epochs": len(epochs), "reports": len(reports)}

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.runtime import undisturbed
-from torchrelay.metadata.experiments import ProgramRecord, newest_test, read_note
+from torchrelay.metadata.experiments import newest_test, read_note
 from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
@@ -30,6 +30,7 @@ from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.names import for_a_look, is_remote, last_name, parent, travels
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate, locate_run, runs_below
 from torchrelay.tools.cli.arguments import PLACE_OR_RUNS
+from torchrelay.tools.report.run_data import metrics_in
 
 
 def entry_json(entry: CommittedPosition) -> dict[str, Any]:
@@ -69,8 +70,7 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
     found = line.get("metrics")
     if not isinstance(found, dict):
         return {}
-    values = ((name, _number(value)) for name, value in found.items())
-    return {name: value for name, value in values if value is not None}
+    return metrics_in(found)
 
 
 def best_of(lines: Sequence[Mapping[str, Any]], best: tuple[str, str]) -> tuple[float, int] | None:
@@ -96,12 +96,6 @@ def _best(path: Path, run: RunDirectory) -> tuple[str | None, float | None, int 
     if rule is None:
         return None, None, None
     return rule[0], *(best_of(run.metrics(), rule) or (None, None))
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, str):
-        value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(value.lower())
-    return float(value) if type(value) in (int, float) else None
 
 
 _RUN_COLUMNS = ("run", "job", "state", "epoch", "best", "updated")
@@ -266,8 +260,16 @@ def library_line(path: Path, root: Path) -> LibraryLine:
     experiment = path.parent.relative_to(root).as_posix().removeprefix(".") if root in path.parents else ""
     try:
         run, note, stands = RunDirectory(path), read_note(path), standing(path)
-        best, (code_id, config_id), problems = _best(path, run), _ids(path, note), list[str]()
+        problems = list[str]()
         created = run.known_identity(problems.append).get("created")
+        if note is not None:
+            code_id, config_id = note.code_id, note.config_id
+        else:  # those of the newest launch
+            from torchrelay.metadata.code.capture import captures, code_id_of  # few runs need it
+
+            newest = (captures(path) or [{}])[-1]
+            said = newest.get("config_id")
+            code_id, config_id = code_id_of(newest), said if isinstance(said, str) else None
         return LibraryLine(
             path.name,
             path,
@@ -275,7 +277,7 @@ def library_line(path: Path, root: Path) -> LibraryLine:
             stands.word,
             stands.why,
             stands.epoch,
-            *best,
+            *_best(path, run),
             newest_test(path),
             "" if note is None else note.message,
             code_id,
@@ -286,19 +288,6 @@ def library_line(path: Path, root: Path) -> LibraryLine:
         )
     except RelayError as error:
         return LibraryLine(path.name, path, experiment, problem=str(error))
-
-
-def _ids(path: Path, note: ProgramRecord | None) -> tuple[str | None, str | None]:
-    """Return the ids of code and configuration, from the newest launch if the run has none noted."""
-    if note is not None:
-        return note.code_id, note.config_id
-    from torchrelay.metadata.code.capture import captures, code_id_of  # few runs need it
-
-    starts = captures(path)
-    if not starts:
-        return None, None
-    config_id = starts[-1].get("config_id")
-    return code_id_of(starts[-1]), config_id if isinstance(config_id, str) else None
 
 
 _COLUMNS = ("epoch", "branch", "ranks", "bytes", "state", "metrics", "directory")

@@ -148,19 +148,15 @@ def _notes(look: RunLook) -> list[str]:
     if look.slowest is not None and len(look.ranks) != 1:  # with a single rank no other rank waits
         slowest = f"slowest node {look.slowest[0]} {look.slowest[1]:.1f}s"
     why = look.why if look.stands == "interrupted" and look.why != look.unreadable else ""
-    notes = [why, _values(look.metrics), slowest, _quiet(look), look.doing, look.unreadable, warned]
+    # Ranks that stopped logging while others continued: frozen, lost or unreachable.
+    ranks = look.ranks if look.stands == "running" else {}
+    newest = min(ranks.values(), default=0.0)
+    quiet = sorted(rank for rank, secs in ranks.items() if secs - newest > _QUIET_SECS)
+    named = ", ".join(map(str, quiet[:_NAMED_RANKS])) + (", ..." if quiet[_NAMED_RANKS:] else "")
+    silent = f"no recent log lines from rank {named} of {len(ranks)}" if quiet else ""
+    notes = [why, _values(look.metrics), slowest, silent, look.doing, look.unreadable, warned]
     found = " | ".join(note for note in notes if note)
     return [f"{look.name}: {found}"] if found else []
-
-
-def _quiet(look: RunLook) -> str:
-    """Name the ranks that stopped logging while others continued: frozen, lost or unreachable."""
-    if look.stands != "running" or not look.ranks:
-        return ""
-    newest = min(look.ranks.values())
-    quiet = sorted(rank for rank, secs in look.ranks.items() if secs - newest > _QUIET_SECS)
-    named = ", ".join(map(str, quiet[:_NAMED_RANKS])) + (", ..." if quiet[_NAMED_RANKS:] else "")
-    return f"no recent log lines from rank {named} of {len(look.ranks)}" if quiet else ""
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
