@@ -341,18 +341,6 @@ def _pod(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value
     account: Value = {"automountServiceAccountToken": False}
     if options.service_account is not None:  # by default training has no access to the cluster's API
         account = {"serviceAccountName": options.service_account}
-    return {
-        "subdomain": name,
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": request.notice,
-        **account,
-        "enableServiceLinks": False,
-        "containers": [_container(name, request, options, mounts)],
-        **given(**_pulls(options), volumes=made),
-    }
-
-
-def _container(name: str, request: LaunchRequest, options: KubernetesOptions, mounts: list[Value]) -> Value:
     place = [
         *("--layout", str(request.layout)),
         *("--index", "$(JOB_COMPLETION_INDEX)"),
@@ -361,7 +349,7 @@ def _container(name: str, request: LaunchRequest, options: KubernetesOptions, mo
     ]
     label = "metadata.labels['batch.kubernetes.io/controller-uid']"
     uid = {"name": _UID, "valueFrom": {"fieldRef": {"fieldPath": label}}}
-    return {
+    container = {
         "name": CONTAINER,
         "image": options.image,
         "command": command(request, options, place),
@@ -369,6 +357,15 @@ def _container(name: str, request: LaunchRequest, options: KubernetesOptions, mo
         "env": [uid, *environment(request, options)],
         "ports": [{"name": "rendezvous", "containerPort": options.port, "protocol": "TCP"}],
         **given(resources=resources(options), volumeMounts=mounts),
+    }
+    return {
+        "subdomain": name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": request.notice,
+        **account,
+        "enableServiceLinks": False,
+        "containers": [container],
+        **given(**_pulls(options), volumes=made),
     }
 
 

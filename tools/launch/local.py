@@ -190,19 +190,13 @@ def end_hard(agent: subprocess.Popen[bytes]) -> None:
     """Kill a running agent and its ranks, which have their own sessions."""
     if agent.poll() is not None:
         return
-    for pid in _children(agent.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    children: list[int] = []
+    for path in Path(f"/proc/{agent.pid}/task").glob("*/children"):
+        with suppress(OSError):
+            children += [int(child) for child in path.read_text().split()]
+    _send(children, signal.SIGKILL)
     agent.kill()
     agent.wait()
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += [int(child) for child in path.read_text().split()]
-    return found
 
 
 SCRIPT = "node.sh"

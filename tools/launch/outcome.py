@@ -156,7 +156,10 @@ def first_failure(directory: Path, nodes: int) -> RankEnd | None:
     found: list[Mapping[str, Any]] = []
     for node in range(nodes):
         failures = read_status(directory, f"agent_{node}.json").get("failures")
-        found += [one for one in failures if _is_end(one)] if isinstance(failures, list) else []
+        for one in failures if isinstance(failures, list) else []:
+            keys = ("rank", "code", "time")
+            if isinstance(one, dict) and all(isinstance(one.get(key), int) for key in keys):
+                found.append(one)
     ended = [RankEnd(one["rank"], str(one.get("host")), one["code"]) for one in by_likelihood(found)]
     agreed = read_status(directory, "failure.json")
     rank, code = agreed.get("rank"), agreed.get("exit_code")
@@ -171,10 +174,6 @@ def by_likelihood(ends: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Sort ends of ranks (`code`, `time` in seconds), the likely cause of the others first."""
     begun = min((one["time"] for one in ends), default=0)
     return sorted(ends, key=lambda one: (_likelihood(one["code"], one["time"] - begun), one["time"]))
-
-
-def _is_end(one: Any) -> bool:
-    return isinstance(one, dict) and all(isinstance(one.get(key), int) for key in ("rank", "code", "time"))
 
 
 def _likelihood(code: int, secs: float) -> int:

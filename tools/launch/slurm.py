@@ -190,22 +190,16 @@ def main(words: Sequence[str]) -> int:
     verdict = without_end(verdict_of(found), idle, chosen.restarts)
     output.notices(report_lines(found, verdict, directory))
     if wants_requeue(verdict, restart, chosen.restarts):
-        output.notice(_requeue(os.environ["SLURM_JOB_ID"]))
+        job = os.environ["SLURM_JOB_ID"]
+        state = _ask("squeue", "-h", "-j", job, "-o", "%T")
+        if state != "RUNNING":  # it is being cancelled
+            output.notice(f"job {job} is {state or 'unknown to squeue'} and is not requeued")
+        else:
+            sys.stderr.write(f"torchrelay: job {job} is requeued\n")
+            sys.stderr.flush()
+            refused = _ask("scontrol", "requeue", job)  # the last step: Slurm then ends this process
+            output.notice(f"scontrol requeue: {refused or 'done'}")
     return verdict.code
-
-
-def _requeue(job: str) -> str:
-    """Requeue the job unless it is being cancelled; returns a message about it.
-
-    Must be the last step, because Slurm then ends this process.
-    """
-    state = _ask("squeue", "-h", "-j", job, "-o", "%T")
-    if state != "RUNNING":
-        return f"job {job} is {state or 'unknown to squeue'} and is not requeued"
-    sys.stderr.write(f"torchrelay: job {job} is requeued\n")
-    sys.stderr.flush()
-    refused = _ask("scontrol", "requeue", job)
-    return f"scontrol requeue: {refused or 'done'}"
 
 
 def _ask(*words: str) -> str:

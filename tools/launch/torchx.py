@@ -40,19 +40,23 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
     """
     given = read_options(request, _READ, "TorchX")
     scheduler = given.pop("scheduler", "local_cwd")
+    here = scheduler.startswith(LOCAL)
     if request.time_limit is not None:
         raise UsageError("TorchX does not support --time-limit; use the scheduler's own with --set cfg=...")
-    if request.restarts and _here(scheduler):
+    if request.restarts and here:
         raise UsageError(f"TorchX's {scheduler} does not support --max-restarts; use --local")
-    notice = min(request.notice, LOCAL_NOTICE_SECS) if _here(scheduler) else request.notice
-    cfg = _cfg(request, scheduler, given.pop("cfg", ""))
+    notice = min(request.notice, LOCAL_NOTICE_SECS) if here else request.notice
+    cfg, logs = given.pop("cfg", ""), f"log_dir={request.logs / 'torchx'}"
+    known = cfg.startswith("log_dir=") or ",log_dir=" in cfg
+    if here and not known and "," not in logs:  # local schedulers log to the directory of the launch
+        cfg = ",".join([logs, *([cfg] if cfg else [])])
     variables = request.logs / ENVIRONMENT
     words = [
-        ["-m", "torchx.cli.main", "run", "-s", scheduler, *(["--wait", "--log"] if _here(scheduler) else [])],
+        ["-m", "torchx.cli.main", "run", "-s", scheduler, *(["--wait", "--log"] if here else [])],
         *([["-cfg", cfg]] if cfg else []),
         [f"{Path(__file__).with_name('torchx_component.py')}:job"],
         ["--layout", str(request.layout), "--name", request.name, "--notice", str(notice)],
-        ["--python", given.pop("python", request.python if _here(scheduler) else "python3")],
+        ["--python", given.pop("python", request.python if here else "python3")],
         *([["--run", request.run]] if request.run is not None else []),
         *([["--environment", str(variables)]] if request.environment else []),
         *([["--restarts", str(request.restarts)]] if request.restarts else []),
@@ -79,7 +83,7 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
     notes.mkdir()
     with RequestsToEnd() as asked:
         well = _run(directory / SCRIPT, notes, asked, LOCAL_NOTICE_SECS + _LEAVE_SECS)
-    if not _here(read_options(request, _READ, "TorchX").get("scheduler", "local_cwd")):
+    if not read_options(request, _READ, "TorchX").get("scheduler", LOCAL).startswith(LOCAL):
         if not well:
             raise UsageError("torchx did not accept the job, see its output above")
         return 0
@@ -109,18 +113,6 @@ def _run(script: Path, notes: Path, asked: RequestsToEnd, leave_secs: float) -> 
             process.kill()
             process.wait()
     return process.returncode == 0
-
-
-def _here(scheduler: str) -> bool:
-    return scheduler.startswith(LOCAL)
-
-
-def _cfg(request: LaunchRequest, scheduler: str, given: str) -> str:
-    """Return the scheduler's configuration; local schedulers log to the directory of the launch."""
-    logs = f"log_dir={request.logs / 'torchx'}"
-    known = given.startswith("log_dir=") or ",log_dir=" in given
-    own = [] if not _here(scheduler) or known or "," in logs else [logs]
-    return ",".join([*own, *([given] if given else [])])
 
 
 def _any(key: str, text: str) -> str:

@@ -190,10 +190,6 @@ def _refusal(error: RefusedError) -> Response:
     return JSONResponse({"error": error.text}, error.status, headers=headers)
 
 
-def _methods(path: str) -> tuple[str, ...]:
-    return ("POST",) if path == "/predict" else ("GET", "HEAD")
-
-
 _LAST_SECS = 2.0
 """Additional time after `drain_secs` to write the last refusals."""
 
@@ -276,8 +272,19 @@ class Running:
 
     async def _response(self, request: Request) -> Response | None:
         """Return the answer or refusal; None if the client has disconnected."""
+        path, refused = request.scope["path"], self._access.refusal(request.headers)
         try:
-            return await self._endpoint(request)(request)
+            if refused is not None and not (refused[0] == 401 and path in OPEN):
+                raise RefusedError(*refused)
+            if self._requests > self.limits.requests:
+                raise unavailable("too many concurrent requests")
+            endpoint = self._endpoints.get(path)
+            if endpoint is None:
+                raise RefusedError(404, "unknown path: GET / lists the paths")
+            methods = ("POST",) if path == "/predict" else ("GET", "HEAD")
+            if request.method not in methods:
+                raise RefusedError(405, f"use {methods[0]}")
+            return await endpoint(request)
         except ClientDisconnect:
             return None
         except RefusedError as error:
@@ -288,21 +295,6 @@ class Running:
             tell(what, "".join(traceback.format_exception(error)))
             text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "internal error"
             return _refusal(RefusedError(500, text))
-
-    def _endpoint(self, request: Request) -> Endpoint:
-        """Return the endpoint; raises RefusedError without access, and for unknown paths and methods."""
-        path = request.scope["path"]
-        refused = self._access.refusal(request.headers)
-        if refused is not None and not (refused[0] == 401 and path in OPEN):
-            raise RefusedError(*refused)
-        if self._requests > self.limits.requests:
-            raise unavailable("too many concurrent requests")
-        endpoint = self._endpoints.get(path)
-        if endpoint is None:
-            raise RefusedError(404, "unknown path: GET / lists the paths")
-        if request.method not in _methods(path):
-            raise RefusedError(405, f"use {_methods(path)[0]}")
-        return endpoint
 
     async def _predict(self, request: Request) -> Response:
         body, kind, served = await self._predicting.answer(request)

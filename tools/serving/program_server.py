@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,15 +202,6 @@ def read_signature(path: str | None) -> Signature | None:
     return signature
 
 
-def noted_signature(run: Path) -> Signature | None:
-    """Return the signature recorded in training, for information: other sizes may also vary."""
-    try:
-        found = read_json(run / "signature.json")
-        return None if found is None else Signature.from_json(found)
-    except RelayError:
-        return None
-
-
 def code_id_of_run(run: Path) -> str | None:
     """Return the code id of the run's newest launch, if its source was archived."""
     try:
@@ -317,14 +309,24 @@ def serve_program(command: ProgramCommand) -> int:
         say(used.said)
 
     def began(running: Running) -> None:
-        if command.archived is not None:
-            _leave_with_parent(running.stop)
+        parent = os.getppid()
+
+        def look() -> None:
+            while os.getppid() == parent:
+                time.sleep(_LOOK_SECS)
+            running.stop()
+
+        if command.archived is not None:  # then the parent process only waits for this one
+            threading.Thread(target=look, name="torchrelay serve parent", daemon=True).start()
 
     def served(opened: Checkpoint) -> Served:
         program = command.made()  # a new one, because a served one is never modified
         set_seed(program.seed)
         opened.load_saved({"model": program.model})
-        signature = noted_signature(Path(used.path))
+        signature = None  # that of the training is for information: other sizes may also vary
+        with suppress(RelayError):
+            noted = read_json(Path(used.path) / "signature.json")
+            signature = None if noted is None else Signature.from_json(noted)
         return served_epoch(opened, used.run, ProgramHandler(program), used.code_id, signature)
 
     def source() -> EpochModelSource:
@@ -341,18 +343,6 @@ def followed(request: VerbRequest, used: Used) -> str:
     if wish not in ("last", "best"):
         raise UsageError(f"--watch follows last or best: remove --epoch {wish:.40}")
     return wish
-
-
-def _leave_with_parent(stop: Callable[[], None]) -> None:
-    """End this process when its parent process ends."""
-    parent = os.getppid()
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOK_SECS)
-        stop()
-
-    threading.Thread(target=look, name="torchrelay serve parent", daemon=True).start()
 
 
 class ProgramHandler:

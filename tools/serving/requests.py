@@ -109,17 +109,12 @@ def form_of(headers: Mapping[str, str]) -> ContentFormat:
     charset = more.strip().lower().removeprefix("charset=").strip('"')
     if kind == JSON and charset not in ("", "utf-8", "utf8", "us-ascii"):
         raise wrong("JSON must be UTF-8", 415)
-    return ContentFormat(kind in BINARY, _wants_binary(headers.get("accept", ""), kind in BINARY))
-
-
-def _wants_binary(accept: str, binary: bool) -> bool:
-    """Return the first supported format in Accept, else that of the request."""
-    for text in accept.split(","):
-        kind = text.partition(";")[0].strip().lower()
-        if kind == JSON or kind in BINARY:
-            return kind in BINARY
-        if kind in ("*/*", "application/*", ""):
-            return binary
+    for text in headers.get("accept", "").split(","):  # the first supported one, else that of the request
+        wanted = text.partition(";")[0].strip().lower()
+        if wanted == JSON or wanted in BINARY:
+            return ContentFormat(kind in BINARY, wanted in BINARY)
+        if wanted in ("*/*", "application/*", ""):
+            return ContentFormat(kind in BINARY, kind in BINARY)
     raise wrong(f"Accept: supported are {JSON} and {BINARY[0]}", 406)
 
 
