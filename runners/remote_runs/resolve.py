@@ -56,20 +56,22 @@ def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None
     For a URL the metadata of the run are downloaded, with `whole` also its source and other files.
     `single_writer` is the user's promise about other writers.
     """
-    found = _locate_at(text, whole=whole) if is_remote(text) else _locate_here(text)
+    if is_remote(text):
+        found = _locate_at(text, whole=whole)
+    else:
+        path = existing_directory(text.removeprefix(FILE))
+        run, checkpoints = RunDirectory(path), path / "checkpoints"
+        if (path / _RUN_FILE).is_file() or has_job(checkpoints):
+            found = RunLocation(text, run, LocalStorage(checkpoints), best_of_run(path))
+        elif has_job(path):
+            found = RunLocation(text, None, opened(path))
+        else:
+            names = [one.name for one in runs_below(text)]
+            what = _named(names) if names else ": expected a run directory or its checkpoints"
+            raise UsageError(f"{text} is not a run and has no checkpoints{what}")
     if single_writer is not None and isinstance(found.storage, Distrusted):
         found.storage.single_writer = single_writer
     return found
-
-
-def _locate_here(text: str) -> RunLocation:
-    path = existing_directory(text.removeprefix(FILE))
-    run, checkpoints = RunDirectory(path), path / "checkpoints"
-    if (path / _RUN_FILE).is_file() or has_job(checkpoints):
-        return RunLocation(text, run, LocalStorage(checkpoints), best_of_run(path))
-    if has_job(path):
-        return RunLocation(text, None, opened(path))
-    raise UsageError(f"{text} is not a run and has no checkpoints{_below(text)}")
 
 
 def _locate_at(url: str, *, whole: bool) -> RunLocation:
@@ -131,12 +133,12 @@ def runs_below(text: str) -> list[Path]:
     return sorted(one.parent for one in path.glob(f"*/{_RUN_FILE}"))
 
 
-def stored_runs_below(url: str, depth: int = 1) -> list[RunDirectory]:
+def stored_runs_below(url: str) -> list[RunDirectory]:
     """Return the runs below a URL with the metadata for lists; none for a run itself."""
     from torchrelay.runners.remote_runs.local_copies import mirror_of
 
     mirror = mirror_of(url)
-    names = [] if mirror.is_run() else mirror.names(depth)
+    names = [] if mirror.is_run() else mirror.names()
     return [mirror.run(name, for_a_glance) for name in names]
 
 
@@ -148,11 +150,6 @@ def each_run(texts: Sequence[str]) -> list[str]:
         below = [run.where for run in stored_runs_below(text)] if stored else runs_below(text)
         found += map(str, below or [text])
     return found
-
-
-def _below(text: str) -> str:
-    names = [one.name for one in runs_below(text)]
-    return _named(names) if names else ": expected a run directory or its checkpoints"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -37,7 +37,16 @@ def local_is_newer(name: str, local: Path, brought: Path) -> bool:
         return False
     if name == STATUS:
         return _age(local) > _age(brought)
-    return grows(name) and _begins_with(local, brought)
+    if not grows(name):
+        return False
+    try:
+        with open_regular(local) as longer, open_regular(brought) as shorter:
+            while piece := shorter.read(_PIECE_BYTES):
+                if longer.read(len(piece)) != piece:
+                    return False
+    except OSError:
+        return False
+    return True
 
 
 def _age(path: Path) -> tuple[float, float]:
@@ -48,17 +57,6 @@ def _age(path: Path) -> tuple[float, float]:
     known = [found.get(name) for name in ("generation", "updated")]
     generation, updated = (one if type(one) in (int, float) else -1.0 for one in known)
     return float(generation), float(updated)  # type: ignore[arg-type]
-
-
-def _begins_with(longer: Path, shorter: Path) -> bool:
-    try:
-        with open_regular(longer) as one, open_regular(shorter) as other:
-            while piece := other.read(_PIECE_BYTES):
-                if one.read(len(piece)) != piece:
-                    return False
-    except OSError:
-        return False
-    return True
 
 
 LONG_BYTES = 16 << 20
@@ -259,32 +257,25 @@ class BackgroundUploader(Uploader):
 
     def _step(self) -> bool:
         self._busy_since = time.monotonic()
-        try:
-            self._put_all(patient=self._goal == self._done)
-        finally:
-            self._busy_since = None
-        with self._changed:
-            self._trouble, self._reported, self._failures = None, False, 0
-            self._done, self._rest_until = self._goal, time.monotonic() + _LEAST_SECS
-            self._changed.notify_all()
-        return False
-
-    def _put_all(self, *, patient: bool) -> None:
-        """Upload all changed files, checking the ownership of the run."""
         left: dict[str, object] = {}
         try:
             self._look_around()
-            left.update(found := self._putter.changed(patient=patient))
+            left.update(found := self._putter.changed(patient=self._goal == self._done))
             asked: float | None = None
             for name, seen in found.items():
                 self._check_going_on()
-                if asked is None or time.monotonic() - asked > _ASK_AGAIN_SECS:
+                if asked is None or time.monotonic() - asked > _ASK_AGAIN_SECS:  # of whose run it is
                     self._may_put()
                     asked = time.monotonic()
                 self._putter.put(name, seen)
                 del left[name]
         finally:
-            self._left = tuple(left)
+            self._left, self._busy_since = tuple(left), None
+        with self._changed:
+            self._trouble, self._reported, self._failures = None, False, 0
+            self._done, self._rest_until = self._goal, time.monotonic() + _LEAST_SECS
+            self._changed.notify_all()
+        return False
 
     def _failed(self, error: Exception) -> None:
         with self._changed:

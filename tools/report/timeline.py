@@ -35,7 +35,6 @@ from torchrelay.tools.report.run_data import (
     EpochRow,
     RunAttempt,
     RunFacts,
-    Save,
 )
 
 _BAR = 22
@@ -113,29 +112,21 @@ def bars_of(attempt: RunAttempt) -> list[Bar]:
         end = max(before, (some[-1].time or 0.0) - attempt.begin)
         within = [one for one in saves if before < (one.end or 0.0) - attempt.begin <= end + 1e-6]
         name = f"epoch {some[0].epoch}" if len(some) == 1 else f"epochs {some[0].epoch} to {some[-1].epoch}"
-        background = any(one.saved is None for one in some)
-        bars += _epoch_bars(name, index // group, before, end, within, background)
+        spent = min(sum(one.slowest_secs for one in within), end - before)
+        waited = min(sum(one.waiting_secs for one in within), spent)
+        split, quick, train = end - spent, end - waited, "train odd" if index // group % 2 else "train"
+        if any(one.saved is None for one in some):
+            # The save runs while the next epoch trains, so it takes no time from the row.
+            bars.append(Bar(train, before, end, f"{name}: {seconds(end - before)}"))
+            bars.append(Bar("behind", split, end, f"{name}: saved in the background, {seconds(spent)}"))
+        else:
+            bars.append(Bar(train, before, split, f"{name}: training, {seconds(split - before)}"))
+            if spent > 0:
+                bars.append(Bar("save", split, quick, f"{name}: saving, {seconds(quick - split)}"))
+            if waited > 0:
+                text = f"{name}: waiting for the slowest node, {seconds(waited)}"
+                bars.append(Bar("wait", quick, end, text))
         before = end
-    return bars
-
-
-def _epoch_bars(
-    name: str, number: int, begin: float, end: float, saves: Sequence[Save], background: bool
-) -> list[Bar]:
-    spent = min(sum(one.slowest_secs for one in saves), end - begin)
-    waited = min(sum(one.waiting_secs for one in saves), spent)
-    train = "train odd" if number % 2 else "train"
-    if background:  # the save runs while the next epoch trains, so it takes no time from the row
-        return [
-            Bar(train, begin, end, f"{name}: {seconds(end - begin)}"),
-            Bar("behind", end - spent, end, f"{name}: saved in the background, {seconds(spent)}"),
-        ]
-    split, quick = end - spent, end - waited
-    bars = [Bar(train, begin, split, f"{name}: training, {seconds(split - begin)}")]
-    if spent > 0:
-        bars.append(Bar("save", split, quick, f"{name}: saving, {seconds(quick - split)}"))
-    if waited > 0:
-        bars.append(Bar("wait", quick, end, f"{name}: waiting for the slowest node, {seconds(waited)}"))
     return bars
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.names import is_remote, parent
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
-from torchrelay.tools.cli.runs.compare import Difference, difference, difference_json, say_difference
+from torchrelay.tools.cli.runs.compare import difference, difference_json, say_difference
 from torchrelay.tools.cli.runs.ls import (
     LIBRARY,
     LibraryLine,
@@ -91,8 +91,13 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
     line = library_line(path, root)
     asked = chosen.against
     before = _predecessor(line) if asked is None else str(find_run(asked, chosen.runs).where)
+    found, why = None, "no earlier run of the same experiment" if before is None else ""
     with ExitStack() as stack:
-        found, why = _difference(before, line, stack)
+        if before is not None:
+            try:
+                found = difference(before, shown(line.path), stack)
+            except RelayError as error:
+                why = str(error)
         if output.json:
             against = None if found is None else difference_json(found, stat=chosen.stat)
             output.value({"run": line.json(), "against": before, "difference": against, "why": why})
@@ -105,16 +110,6 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
         elif before is not None:
             output.line(why)
     return 0
-
-
-def _difference(before: str | None, line: LibraryLine, stack: ExitStack) -> tuple[Difference | None, str]:
-    """Return the differences, or None and the reason why they are unknown."""
-    if before is None:
-        return None, "no earlier run of the same experiment"
-    try:
-        return difference(before, shown(line.path), stack), ""
-    except RelayError as error:
-        return None, str(error)
 
 
 def _predecessor(line: LibraryLine) -> str | None:
@@ -293,21 +288,15 @@ def index(chosen: argparse.Namespace, output: Output) -> int:
 
 def _store(calls: BoundedCalls, database: Database, notes: Sequence[HandlerEvent]) -> None:
     """Store events in parts, each with a deadline, because a server may hang at any point."""
-    for part in _parts(notes):
+    parts, rows = [list[HandlerEvent]()], 0  # at least one, because storing creates the tables
+    for note in notes:
+        if parts[-1] and rows + rows_in(note) > _ROWS_AT_ONCE:
+            parts.append([])
+            rows = 0
+        parts[-1].append(note)
+        rows += rows_in(note)
+    for part in parts:
         calls.make(
             lambda part=part: database.patiently(lambda: database.store(part), _DEADLINE_SECS),  # type: ignore[misc]
             2 * _DEADLINE_SECS + 1,
         )
-
-
-def _parts(notes: Sequence[HandlerEvent]) -> Iterator[Sequence[HandlerEvent]]:
-    """Split the events; yields at least one part, because storing creates the tables."""
-    part: list[HandlerEvent] = []
-    rows = 0
-    for note in notes:
-        if part and rows + rows_in(note) > _ROWS_AT_ONCE:
-            yield part
-            part, rows = [], 0
-        part.append(note)
-        rows += rows_in(note)
-    yield part

@@ -25,7 +25,7 @@ from torchrelay.metadata.handlers import (
 from torchrelay.metadata.lineage import KnownStage, find_stage, stages_of
 from torchrelay.runners.monitoring.console import Output, arg, human_number, time_text, verb
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.remote_runs.resolve import RunLocation, find_entry, locate, locate_run, parse_selector
+from torchrelay.runners.remote_runs.resolve import find_entry, locate, locate_run, parse_selector
 from torchrelay.tools.cli.arguments import RUN, run_epoch, whole_number
 
 _TIMES = ("created", "updated", "time")
@@ -182,7 +182,9 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
     view = place.log()
     entries = view.entries if selector.wish is None else (find_entry(place, view, selector.wish),)
     saves = [times for entry in entries if (times := _noted(place.storage, entry))]
-    loads = _loads(place) if selector.wish is None else []
+    noted = read_lines(place.run.path / FILE_NAME) if place.run is not None and selector.wish is None else ()
+    of_loads = (times_of(one.get("nodes")) for one in noted if one.get("kind") == "checkpoint_load")
+    loads = [times for times in of_loads if times]
     if not saves and not loads:
         if view.empty:
             raise UnknownEpochError(f"no committed epochs in {place.where}")
@@ -209,13 +211,6 @@ def _noted(storage: Storage, entry: CommittedPosition) -> list[NodeTimes]:
     except (OSError, ValueError):
         return []
     return times_of(found.get("nodes")) if isinstance(found, dict) else []
-
-
-def _loads(place: RunLocation) -> list[list[NodeTimes]]:
-    if place.run is None:
-        return []
-    lines = (line for line in read_lines(place.run.path / FILE_NAME) if line.get("kind") == "checkpoint_load")
-    return [times for line in lines if (times := times_of(line.get("nodes")))]
 
 
 def _rows(found: StragglerSummary) -> Iterator[tuple[str, ...]]:
