@@ -192,13 +192,8 @@ def run_config(
     env = read_launch_env()
     for runner in chosen:
         check_launch(runner, launched=env.launched, world_size=env.world_size)
-        place = run_directory_of(config.settings, runner)
-        own = run_dir is not None or runner.infers or is_remote(place) or (Path(place) / "run.json").exists()
-        if not own and ((there := RunStore(Path(place)).look()).runs or there.unread):
-            raise UsageError(
-                f"{place} holds runs of `torchrelay train -m {config.name}`: continue with that command, or "
-                "pass another --run-dir to `torchrelay run`"
-            )
+        if run_dir is None and not runner.infers:
+            _check_place(config, runner)
     if run_dir is None:
         _check_weights(config, chosen)
     elif len(several := [one.name for one in chosen if not one.infers]) > 1:
@@ -242,6 +237,17 @@ def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerSectio
     if not chosen:
         raise UsageError(f"{config.name} has no runner, so there is nothing to run")
     return chosen
+
+
+def _check_place(config: Config, runner: RunnerSection) -> None:
+    """Raise UsageError if the directory holds several runs of the train subcommand."""
+    place = run_directory_of(config.settings, runner)
+    own = is_remote(place) or (Path(place) / "run.json").exists()
+    if not own and ((there := RunStore(Path(place)).look()).runs or there.unread):
+        raise UsageError(
+            f"{place} holds runs of `torchrelay train -m {config.name}`: continue with that command, or pass "
+            "another --run-dir to `torchrelay run`"
+        )
 
 
 def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
