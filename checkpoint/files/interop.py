@@ -374,27 +374,23 @@ def import_checkpoint(
     with fetched(expanded(source, "the source"), "what shall be imported") as path:
         if is_directory(path) is None:
             raise UsageError(f"{source} does not exist: give the checkpoint to import")
-        return _imported(path, target, format, blob, trust=trust)
+        made: list[tuple[int, int, int]] = []
+        readers: dict[str, Callable[[Path], Incoming]] = {
+            "torch": lambda scratch: Incoming(read_torch_file(path)),
+            "safetensors": lambda scratch: read_safetensors(path),
+            "hf": lambda scratch: read_huggingface(path),
+            "dcp": lambda scratch: _dcp().read_dcp(path, scratch, trust=trust),
+        }
 
+        def make(temporary: Path) -> None:
+            leaves = leaves_from(readers[format](temporary), blob)
+            tensors = [spec_of(leaf) for leaf in leaves if not isinstance(leaf.content, Value)]
+            stored = sum(spec.nbytes for spec in tensors if spec.alias_of is None)
+            with progress(f"importing {path.name}", stored):
+                _write_epoch(temporary, leaves)
+            made.append((len(tensors), len(leaves) - len(tensors), stored))
 
-def _imported(path: Path, target: Path | str, format: str, blob: str | None, *, trust: bool) -> Imported:
-    made: list[tuple[int, int, int]] = []
-    readers: dict[str, Callable[[Path], Incoming]] = {
-        "torch": lambda scratch: Incoming(read_torch_file(path)),
-        "safetensors": lambda scratch: read_safetensors(path),
-        "hf": lambda scratch: read_huggingface(path),
-        "dcp": lambda scratch: _dcp().read_dcp(path, scratch, trust=trust),
-    }
-
-    def make(temporary: Path) -> None:
-        leaves = leaves_from(readers[format](temporary), blob)
-        tensors = [spec_of(leaf) for leaf in leaves if not isinstance(leaf.content, Value)]
-        stored = sum(spec.nbytes for spec in tensors if spec.alias_of is None)
-        with progress(f"importing {path.name}", stored):
-            _write_epoch(temporary, leaves)
-        made.append((len(tensors), len(leaves) - len(tensors), stored))
-
-    return Imported(publish(target, make, directory=True), *made[0])
+        return Imported(publish(target, make, directory=True), *made[0])
 
 
 def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.schema import shard_paths
+from torchrelay.checkpoint.format.manifest.schema import shard_path
 from torchrelay.checkpoint.format.position import Facts, Patterns, Position, selection_of
 from torchrelay.checkpoint.load.renaming import resume_options_of
 from torchrelay.checkpoint.load.verify import Target
@@ -256,7 +256,8 @@ class Manager:
         if entry is None:
             return []
         manifest = codec.read(self.engine.storage, entry)
-        return [f"{self.engine.storage.url}/{one}" for one in shard_paths(manifest, self.stored_name(node))]
+        url, names, own = self.engine.storage.url, manifest.world.names, self.stored_name(node)
+        return [f"{url}/{shard_path(manifest, one)}" for one in manifest.shards if names[one.node] == own]
 
     def blob_list(self) -> list[str]:
         """The names that the nodes of this process save, sorted; raises UsageError before `init`."""

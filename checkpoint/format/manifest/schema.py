@@ -431,11 +431,6 @@ def shard_path(manifest: Manifest, shard: ShardRow) -> str:
     return f"{attempt_directory(attempt_name)}/{shard_file_name(name)}"
 
 
-def shard_paths(manifest: Manifest, node: str) -> list[str]:
-    """All files of the node with this stored name."""
-    return [shard_path(manifest, one) for one in manifest.shards if manifest.world.names[one.node] == node]
-
-
 def parts_of(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[int, Key]]:
     """All stored parts of a leaf, with their nodes; a value is one whole part."""
     if isinstance(layout, Mesh):
