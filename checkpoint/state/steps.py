@@ -157,9 +157,9 @@ def unsaved_optimizers(
 ) -> Iterator[tuple[Optimizer, str]]:
     """Optimizers that stepped tensors of these names, are not `known`, and whose state is not saved.
 
-    Yields each with one such name. An object of `held` saves its own state; with a `state_dict` also that of
-    optimizers among its attributes, except modules and schedulers. So does any object with tensors of an
-    optimizer's state among its leaves.
+    Yields each with one such name; the memory of a leaf has one, too, as in a `state_dict()` that is a blob.
+    An object of `held` saves its own state; with a `state_dict` also that of optimizers among its attributes,
+    except modules and schedulers. So does any object with tensors of an optimizer's state among its leaves.
     """
     saved: set[int] = set()
     for one in held:
@@ -169,12 +169,15 @@ def unsaved_optimizers(
                 saved.update(map(id, value if isinstance(value, list | tuple) else [value]))
     for step in STEPS.values():
         optimizer = step.optimizer()
-        name = next((names[one] for one in step.parameters if one in names), None)
-        if optimizer is None or name is None or id(optimizer) in saved or optimizer in known:
+        if optimizer is None or id(optimizer) in saved or optimizer in known:
             continue
         own = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
-        stored = (leaf.content for leaf in leaves if not isinstance(leaf.content, Value))
-        if own and {*map(memory_place, own)}.isdisjoint(map(memory_place, stored)):
+        contents = ((leaf.content, leaf.name) for leaf in leaves if own)
+        stored = {memory_place(one): name for one, name in contents if not isinstance(one, Value)}
+        trained = [one for group in optimizer.param_groups for one in group["params"]]
+        found = (names.get(id(one), stored.get(memory_place(one))) for one in trained)
+        name = next((one for one in found if one is not None), None)
+        if name is not None and own and stored.keys().isdisjoint(map(memory_place, own)):
             yield optimizer, name
 
 

@@ -171,7 +171,9 @@ class Deep:
         self.parts[0][0].load_state_dict(state["own"])
 
 
-@pytest.mark.parametrize("kind", ["unregistered", "behind a scheduler", "registered", "inside", "stateless"])
+@pytest.mark.parametrize(
+    "kind", ["unregistered", "behind a scheduler", "dicts", "registered", "inside", "stateless"]
+)
 def test_an_optimizer_whose_state_nobody_saves_is_told_once(tmp_path: Path, kind: str) -> None:
     """A resumed run would begin without its state, in silence; one that is saved somehow is not told."""
     model = nn.Linear(2, 1)
@@ -179,6 +181,7 @@ def test_an_optimizer_whose_state_nobody_saves_is_told_once(tmp_path: Path, kind
     optimizer = made(model.parameters(), lr=0.1)
     more = {
         "behind a scheduler": lambda: {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+        "dicts": lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         "registered": lambda: {"optimizer": optimizer},
         "inside": lambda: {"deep": Deep(optimizer)},
     }
@@ -191,7 +194,7 @@ def test_an_optimizer_whose_state_nobody_saves_is_told_once(tmp_path: Path, kind
     with noted() as said:
         Trial({"model": model, **more.get(kind, dict)()}, epochs=3, epoch=epoch).train(tmp_path / "run")
     said = [text for text in said if "is not a blob" in text]
-    assert len(said) == (kind in ("unregistered", "behind a scheduler"))
+    assert len(said) == (kind in ("unregistered", "behind a scheduler", "dicts"))
     assert all("Adam, which trains model." in text and "optimizer=optimizer" in text for text in said)
     log = (tmp_path / "run/logs/attempt_0/rank_0.log").read_text()
     assert [
