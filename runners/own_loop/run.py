@@ -15,6 +15,7 @@ from torchrelay.checkpoint.manager.checkpoint_manager import check_options
 from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedError, UsageError
 from torchrelay.jobs.blobs import LoopBlobs, Step
 from torchrelay.jobs.job import Job
+from torchrelay.jobs.session import warn
 from torchrelay.jobs.stop import StopAnswer, max_epochs
 from torchrelay.jobs.task import Task
 from torchrelay.runners.session.metrics import Accumulator, joined
@@ -141,6 +142,11 @@ class Run:
                 return bool(left)
             raise
         self._stack.close()
+        if loop is None:
+            warn(
+                "the block of the Run had no loop over run.epochs(): nothing was loaded or saved",
+                stacklevel=2,
+            )
         return False
 
     # The loop

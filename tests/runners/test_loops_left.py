@@ -181,3 +181,9 @@ def test_a_loader_whose_state_is_not_saved_is_told(
             list(run.steps(Parts().loader if fresh else parts.loader))
     text = "the EpochLoader of the training loop is not a blob"
     assert sum(text in one.getMessage() for one in caplog.records) == told
+
+
+def test_a_block_without_the_loop_over_epochs_warns(tmp_path: Path) -> None:
+    """`for epoch in range(n)` left as it was: nothing is saved, and the program would never know."""
+    with pytest.warns(UserWarning, match=r"no loop over run\.epochs\(\): nothing was"), Run(tmp_path, {}):
+        pass
