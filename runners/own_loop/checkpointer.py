@@ -290,7 +290,7 @@ def _number(name: Any, value: Any) -> float:
     """A metric; tensors and arrays of one element are numbers."""
     try:
         if isinstance(name, str):
-            return float(value)
+            return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):
         pass
     raise UsageError(f"metrics has {name!r}: {value!r:.80}; give numbers by name")

@@ -187,3 +187,14 @@ def test_a_block_without_the_loop_over_epochs_warns(tmp_path: Path) -> None:
     """`for epoch in range(n)` left as it was: nothing is saved, and the program would never know."""
     with pytest.warns(UserWarning, match=r"no loop over run\.epochs\(\): nothing was"), Run(tmp_path, {}):
         pass
+
+
+def test_a_loss_with_its_graph_is_a_metric(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Without torch's warning about tensors that require gradients, which would name a line of torchrelay."""
+    torch.set_warn_always(True)
+    try:
+        with Checkpointer(tmp_path, {"state": {}}) as ckpt:
+            ckpt.save(1, metrics={"loss": torch.ones(1, requires_grad=True)})
+    finally:
+        torch.set_warn_always(False)
+    assert not recwarn.list
