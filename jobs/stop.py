@@ -251,10 +251,10 @@ def max_time(limit: str | float | timedelta) -> StopCondition:
 
 
 def epoch_limiter(job: Job, num_epochs: int) -> StopCondition:
-    """Stop `job` after `num_epochs` epochs, counted by a blob of the current node (else of every node).
+    """Stop `job` after `num_epochs` epochs of all launches, asked on the current node (else on every node).
 
-    A task of the init group creates the count and one of the epoch group increments it, so it is saved with
-    the epochs and continues on resume, while the limit is always the current argument.
+    A task of the init group creates a blob, in which one of the epoch group counts. It is saved for readers;
+    the condition asks for the run's own epoch, also on resume from epochs saved without the limiter.
 
     Args:
         job: The job, to which the condition is added.
@@ -278,17 +278,15 @@ def epoch_limiter(job: Job, num_epochs: int) -> StopCondition:
     def begin(ws: Workspace) -> None:
         ws[counter] = 0
 
-    def advance(ws: Workspace) -> None:
-        ws[counter] += 1
+    def advance(ctx: Any) -> None:
+        ctx.workspace[counter] = ctx.epoch
 
     Task(begin, name=f"begin_{counter}", group=job.init_group)
     Task(advance, name=f"advance_{counter}", group=job.epoch_group)
 
     def reached(ctx: Any) -> bool:
-        ws = getattr(ctx, "workspace", None)
-        if ws is None:  # a saved position that is not loaded yet
-            return bool(ctx.epoch >= epochs)
-        return node in (None, Node(ws.node)) and ws[counter] >= epochs
+        ws = getattr(ctx, "workspace", None)  # None: a saved position that is not loaded yet
+        return bool(ctx.epoch >= epochs) and (ws is None or node in (None, Node(ws.node)))
 
     condition = AskedValue(counter, reached, f"{epochs} epochs are done", True, epochs=epochs)
     job.add_stop_condition(condition)

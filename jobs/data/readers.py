@@ -38,7 +38,8 @@ class DatasetReader:
 
     The position is the blob `<name>_cursor`. Inside a Job, the reader adds a task to the init group that
     creates it on the current node (else on every node), so it is saved with the epochs and restored on
-    resume. Otherwise it is created by the first read of a run, and discarded with a PRIVATE run.
+    resume. A resumed epoch that lacks it starts at 0, and a warning says that the position is not saved.
+    Outside of a Job it is created by the first read of a run, and discarded with a PRIVATE run.
 
     Args:
         data: Name of a blob of the reading node, or a sequence or tensor (sliced along its first axis).
@@ -64,7 +65,9 @@ class DatasetReader:
         from torchrelay.jobs.job import Job
         from torchrelay.jobs.task import Task
 
-        if (job := Job.current(required=False)) is None:
+        job = Job.current(required=False)
+        self._outlives_runs = job is not None
+        if job is None:
             return
         node, begin = Node.current(required=False), f"begin_{self.cursor}"
         where = node.name if node else None
@@ -81,8 +84,7 @@ class DatasetReader:
         """Return the next batch and advance the position, which threads share; None at the end."""
         data = ws[self.data] if isinstance(self.data, str) else self.data
         with self._lock:
-            if self.cursor not in ws:
-                run_workspace(ws)[self.cursor] = 0
+            self._create(run_workspace(ws))
             begin = ws[self.cursor]
             end = min(begin + self.batch_size, len(data))
             if begin >= end:
@@ -97,7 +99,14 @@ class DatasetReader:
     def begin(self, ws: Workspace) -> None:
         """Create the position 0 in `ws` if there is none; usable as a task's `task_init`."""
         with self._lock:
-            ws.setdefault(self.cursor, 0)
+            self._create(ws)
+
+    def _create(self, ws: Workspace) -> None:
+        if self.cursor in ws:
+            return
+        while self._outlives_runs and ws.parent is not None:
+            ws = ws.parent
+        self._rewind(ws)
 
     def _rewind(self, ws: Workspace) -> None:
         ws[self.cursor] = 0

@@ -82,6 +82,16 @@ def test_position_made_in_a_job_is_saved_state():
     assert reader.read(ws.child().child()).tolist() == [8, 9]
 
 
+def test_a_reader_that_the_resumed_epoch_lacks_does_not_begin_anew_in_each_run():
+    """In a Job the position outlives private runs also where neither init nor a load has made it."""
+    with Job():
+        reader = DatasetReader(list(range(4)))
+    ws = Workspace()
+    reader.begin(ws.child())
+    assert [reader.read(ws.child().child()) for _ in range(2)] == [[0], [1]]
+    assert ws["reader_cursor"] == 2
+
+
 def test_position_made_by_a_run_vanishes_with_it():
     """Without a Job each private run reads from the beginning, its instances share one position."""
     reader, ws = DatasetReader(list(range(4)), batch_size=2), Workspace()

@@ -214,13 +214,13 @@ def test_early_stopping_is_a_blob_of_its_job():
 # Epoch limiter
 
 
-def run_epochs(job: Job, ws: Workspace, epochs: int) -> list[bool]:
+def run_epochs(job: Job, ws: Workspace, epochs: int, after: int = 0) -> list[bool]:
     """What an executor does with the limiter's tasks, asking after each epoch."""
     stops = []
-    for epoch in range(1, epochs + 1):
+    for epoch in range(after + 1, after + epochs + 1):
         for task in job.epoch_group.tasks():
             for step in task.steps:
-                step(ws.child())
+                step(Ctx(epoch=epoch, workspace=ws.child()))
         stops.append(job.stop_conditions[0].ask(Ctx(epoch=epoch, workspace=ws)).stop)
     return stops
 
@@ -244,7 +244,7 @@ def test_epoch_limiter_counts_in_the_workspace(context):
 
 
 def test_r12_a_raised_limit_continues_from_the_saved_count():
-    """R12: the limit comes from today's program, the count from the checkpoint."""
+    """R12: the limit comes from today's program, the epochs from the run, also without a saved count."""
     first, second, ws = Job(), Job(), Workspace()
     epoch_limiter(first, 2)
     first.init_group.tasks()[0].steps[0](ws)
@@ -253,7 +253,8 @@ def test_r12_a_raised_limit_continues_from_the_saved_count():
     assert condition.limit
     saved = type("Saved", (), {"epoch": 2})()
     assert condition.ask(saved) == NO
-    assert run_epochs(second, ws, 2) == [False, True]
+    assert run_epochs(second, ws, 2, after=2) == [False, True]
+    assert run_epochs(second, Workspace("added"), 2, after=2) == [False, True]
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5])
