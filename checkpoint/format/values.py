@@ -104,6 +104,12 @@ def is_scalar(value: Any) -> bool:
     return type(value) in _SCALARS
 
 
+def has_known_factory(value: defaultdict[Any, Any]) -> bool:
+    """Whether it has no factory, or one that a load can make again."""
+    factory = value.default_factory
+    return factory is None or FACTORIES.get(getattr(factory, "__name__", "")) is factory
+
+
 def tagged(kind: str, content: Json) -> Json:
     """The tagged form."""
     return {TAG: kind, CONTENT: content}
@@ -258,15 +264,14 @@ class _Encoder:
             [self.encode(key, f"the key {key!r} of {path}"), self.encode(item, _path_below(path, key))]
             for key, item in value.items()
         ]
-        factory, root = value.default_factory, len(self._inside) == 1
-        name = getattr(factory, "__name__", "")
-        known = factory is not None and FACTORIES.get(name) is factory
-        if not (known or factory is None or root):  # the program has an object to load a root into
+        known, root = has_known_factory(value), len(self._inside) == 1
+        if not (known or root):  # the program has an object to load a root into
             raise BlobError(
                 f"{path} is a defaultdict inside another value, and no load could recreate its factory: use "
                 f"one of {', '.join(FACTORIES)}, or a plain dict"
             )
-        return tagged("defaultdict", [name if known else None, pairs])
+        name = getattr(value.default_factory, "__name__", None) if known else None
+        return tagged("defaultdict", [name, pairs])
 
     def _generator(self, value: Any, path: str) -> Json:
         if type(value) is random.Random:

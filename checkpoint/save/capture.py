@@ -48,7 +48,7 @@ from torchrelay.checkpoint.state.leaf import (
 from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import kind_of, local_part, memory_place, overlaps_of
 from torchrelay.checkpoint.state.restore.gradients import gradient_leaves
-from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, arrays_of, rehearse
+from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, arrays_of, classes_of, rehearse
 from torchrelay.checkpoint.state.steps import STEPS, replaced_optimizer, unsaved_optimizers
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope
@@ -58,8 +58,9 @@ from torchrelay.jobs.session import Session, warn
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
 
-Relations = tuple[list[list[int]], dict[str, tuple[str, int]], dict[str, str]]
-"""Parameters in each group of the optimizers, by identity, partial overlaps of memory, and arrays."""
+Relations = tuple[list[list[int]], dict[str, tuple[str, int]], dict[str, str], dict[str, type]]
+"""Of optimizers the parameters in each group, by identity; partial overlaps of memory; arrays; and blobs that
+no later launch could fill, with their classes."""
 Order = tuple[int, ...] | None
 _SHORT = (type(None), bool, int, float)
 """JSON that is short for any value, so that its length decides nothing."""
@@ -100,9 +101,28 @@ class NodeHistory:
         """Keep the structure and memory order of what the program built."""
         self.start, self.orders, self.last = NodeStructure(built), orders, None
 
-    def changes(self, built: Mapping[str, Any], selection: Selection, excluded: Collection[str]) -> list[str]:
+    def not_made(self, objects: Mapping[str, Any], workspace: Workspace) -> dict[str, type]:
+        """Blobs of classes that a load can only fill, where the program builds no object of that class."""
+        entries, made = workspace.entries(), self.start.classes if self.start else {}
+        return {
+            name: kind
+            for name, kind in (classes_of(objects) if self.start else {}).items()
+            if made.get(name) is not kind and not ((blob := entries[name].blob) and blob.rebuilt)
+        }
+
+    def changes(
+        self,
+        built: Mapping[str, Any],
+        lost: Mapping[str, type],
+        selection: Selection,
+        excluded: Collection[str],
+    ) -> list[str]:
         """What the program changed of what it built, in leaves that are saved and not excluded."""
-        found = self.start.differences(NodeStructure(built)) if self.start else ()
+        found = [*self.start.differences(NodeStructure(built))] if self.start else []
+        found += [
+            (name, f"is a {kind.__name__} now, and none was registered at the start")
+            for name, kind in lost.items()
+        ]
         named = [one for one in found if selection.saves(one[0]) and not matches_any(one[0], excluded)]
         return [f"{name} {text}" for name, text in named]
 
@@ -221,7 +241,8 @@ def capture(
     start = history.start
     # The value that `ctx[name] = ...` put in place of an array may have another form.
     arrays = arrays_of(built_by_program(workspace)) if start is not None and start.arrays else {}
-    relations = groups_of(objects), history.overlaps(leaves), arrays
+    lost = history.not_made(objects, workspace)
+    relations = groups_of(objects), history.overlaps(leaves), arrays, lost
     fitting, known = history.rehearsed
     if known != relations or not _same(specs, fitting):
         chosen = {leaf.name for leaf in leaves}
@@ -233,7 +254,7 @@ def capture(
             str(place),
             kept={leaf.name for leaf in listed if leaf.name not in chosen},
             shown=history.shown,
-            changed=history.changes(built_by_program(workspace), selection, not_resumed),
+            changed=history.changes(built_by_program(workspace), lost, selection, not_resumed),
         )
         history.rehearsed = specs, relations
         if history.shown is None:  # the first ones stand for the initial objects

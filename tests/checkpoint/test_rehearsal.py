@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,50 @@ def test_tensors_that_are_one_and_stored_as_one_are_saved(tmp_path: Path) -> Non
 
     job.stop_when(max_epochs(2))
     assert JobRunner(job, tmp_path / "run", best=None).train() == 2
+
+
+@dataclasses.dataclass
+class Counts:
+    """A record that is changed in place."""
+
+    seen: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A record that is replaced."""
+
+    rate: float = 0.5
+
+
+@pytest.mark.parametrize("at_init", [True, False])
+@pytest.mark.parametrize("made", [Counts, Settings, lambda: defaultdict(lambda: 1)])
+def test_a_value_whose_class_no_launch_registers_is_not_saved(
+    tmp_path: Path, made: Any, at_init: bool
+) -> None:
+    """A resumed run, which skips init, would get a dict or lose the factory."""
+    job = Job("late", blobs={} if at_init else {"value": 0})
+    job.init(lambda ctx: ctx.workspace.update(value=made()) if at_init else None)
+    job.epoch(lambda ctx: ctx.workspace.update(value=made()))
+    job.stop_when(max_epochs(1))
+    with pytest.raises(RelayError, match=r"value is a \w+ now, and none was registered at the start"):
+        JobRunner(job, tmp_path, best=None, max_failed_saves=1).train()
+
+
+def test_a_registered_frozen_record_keeps_its_class(tmp_path: Path) -> None:
+    """A load replaces it by an instance with the saved fields."""
+
+    def start(epochs: int) -> list[Settings]:
+        seen: list[Settings] = []
+        job = Job("settings", blobs={"settings": Settings()})
+
+        @job.epoch
+        def halve(ctx: Any) -> None:
+            ctx["settings"] = Settings(ctx["settings"].rate / 2)
+            seen.append(ctx["settings"])
+
+        job.stop_when(max_epochs(epochs))
+        JobRunner(job, tmp_path, best=None).train()
+        return seen
+
+    assert [*start(1), *start(2)] == [Settings(0.25), Settings(0.125)]

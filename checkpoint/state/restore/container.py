@@ -222,7 +222,8 @@ def _class_of(
     if (kind := classes.get(shown.name) or registered_record(shown.name)) is None:
         raise BlobError(
             f"{path} is an instance of the dataclass {shown.name} in the checkpoint, and its class is "
-            "unknown here: name that class in the annotation of the field"
+            "unknown here: "
+            + ("register an instance" if root else "name that class in the annotation of the field")
         )
     return kind
 

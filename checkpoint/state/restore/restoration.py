@@ -42,6 +42,7 @@ from torchrelay.checkpoint.state.restore.plan import LeafValue, RestorePlan
 from torchrelay.checkpoint.state.tensor_memory import Read, not_initialised, outside_inference_mode
 from torchrelay.checkpoint.state.tree_leaves import container_tensors, made_by_an_optimizer, tree_tensors
 from torchrelay.errors import PartiallyLoadedError, RelayError
+from torchrelay.jobs.containers import is_record
 from torchrelay.records import Json
 
 Builder = Callable[[], Any]
@@ -374,6 +375,8 @@ def _draft_blob(draft: RestorePlan, blob: str, value: Any) -> Callable[[], Any] 
                 "it, model.to_empty(device=...), or a forward pass), and build the optimizer after that",
             )
             return None
+    if is_record(value):  # frozen, so a new instance of its class replaces it
+        return draft_container(draft, blob, value, partial=False)
     if kind is Kind.VALUE:  # a new tensor or value replaces it in the workspace
         spec = _root(draft, blob, value, (Role.VALUE, Role.TENSOR, Role.PARAMETER))
         return None if spec is None else _builder(draft, blob, spec)
