@@ -295,7 +295,10 @@ class _Encoder:
 
     def _array(self, value: Any, path: str) -> Json:
         form = [_dtype_text(value.dtype), list(value.shape)]
-        order = _order_of(value)
+        order: tuple[int, ...] | None = None  # the dimensions from the outermost, unless the default
+        if not value.flags.c_contiguous:
+            order = tuple(sorted(range(value.ndim), key=lambda dim: -value.strides[dim]))
+            order = order if value.transpose(order).flags.c_contiguous else None
         if value.nbytes <= ARRAY_LIMIT:
             found = tagged("ndarray", [*form, _base64(value.tobytes())])
         elif self._memory is not None:
@@ -326,14 +329,6 @@ def _dtype_text(dtype: Any) -> str:
 
     text = str(dtype.str)
     return text if numpy.dtype(text).char == dtype.char else str(dtype.char)
-
-
-def _order_of(value: Any) -> tuple[int, ...] | None:
-    """The dimensions from the outermost in memory, unless in the default order."""
-    if value.flags.c_contiguous:
-        return None
-    order = tuple(sorted(range(value.ndim), key=lambda dim: -value.strides[dim]))
-    return order if value.transpose(order).flags.c_contiguous else None
 
 
 def _tensor_of(value: Any, order: tuple[int, ...] | None) -> Any:

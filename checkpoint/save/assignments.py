@@ -235,8 +235,18 @@ class SavePlan:
                 places = [starts[item] + element * widths[item] for item, element in layout.cuts]
                 found.update(dict(zip(layout.nodes, map(sub, places[1:], places), strict=True)))
         for (number, _), leaves in self._stored.items():
-            nodes, share = _share_of_each(self.layouts[number], leaves)
-            found.update(dict.fromkeys(nodes, share))
+            layout = self.layouts[number]
+            if isinstance(layout, Mesh):
+                forms = Counter(map(_FORM, leaves)).items()
+                shares = [
+                    layout.largest_share(shape, item_bytes_of(shape, nbytes)) * count
+                    for (shape, nbytes), count in forms
+                ]
+                found.update(dict.fromkeys(layout.nodes, sum(shares)))
+            elif not isinstance(layout, Split):
+                nodes = layout.nodes if isinstance(layout, PerNode) else layout.nodes[:1]
+                share = sum([leaf.nbytes for leaf in leaves if leaf.kind == "tensor"])
+                found.update(dict.fromkeys(nodes, share))
         return max(found.values(), default=0)
 
     @cached_property
@@ -298,21 +308,6 @@ def _writing(layout: Layout, leaves: Sequence[LeafSpec]) -> Iterable[Iterable[in
     if isinstance(layout, Mesh):
         return layout.writing([leaf.name for leaf in leaves], map(_FORM, leaves))
     return (layout.writers,)
-
-
-def _share_of_each(layout: Layout, leaves: Sequence[LeafSpec]) -> tuple[tuple[int, ...], int]:
-    """The nodes that store leaves of an unsplit layout, and the most bytes that one stores."""
-    if isinstance(layout, Split):
-        return (), 0
-    if isinstance(layout, Mesh):
-        forms = Counter(map(_FORM, leaves)).items()
-        shares = [
-            layout.largest_share(shape, item_bytes_of(shape, nbytes)) * count
-            for (shape, nbytes), count in forms
-        ]
-        return layout.nodes, sum(shares)
-    share = sum([leaf.nbytes for leaf in leaves if leaf.kind == "tensor"])
-    return layout.nodes if isinstance(layout, PerNode) else layout.nodes[:1], share
 
 
 _FORM = attrgetter("shape", "nbytes")

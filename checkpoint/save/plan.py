@@ -230,15 +230,6 @@ def shared_unlike(classes: Sequence[NodeClass]) -> dict[str, str]:
     return found
 
 
-def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> Layout:
-    if scope == "host":
-        lowest: dict[int, int] = {}
-        for node in nodes:
-            lowest.setdefault(hosts[node] if hosts else 0, node)
-        return PerNode(tuple(sorted(lowest.values())))
-    return PerNode(nodes) if scope == "rank" else ReplicatedLayout(nodes)
-
-
 class _Layouts:
     """Numbers layouts, equal ones once. Identical objects, which are frequent, are not compared."""
 
@@ -260,7 +251,13 @@ class _Layouts:
     def unsplit(self, scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> int:
         key = (scope, id(nodes))
         if key not in self._same:
-            self._same[key] = self.number(_unsplit_layout(scope, nodes, hosts))
+            layout: Layout = PerNode(nodes) if scope == "rank" else ReplicatedLayout(nodes)
+            if scope == "host":
+                lowest: dict[int, int] = {}
+                for node in nodes:
+                    lowest.setdefault(hosts[node] if hosts else 0, node)
+                layout = PerNode(tuple(sorted(lowest.values())))
+            self._same[key] = self.number(layout)
         return self._same[key]
 
 

@@ -165,7 +165,19 @@ def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Select
         text = " ".join(f"{which}={list(patterns)}" for which, patterns in given.items() if patterns)
         raise BlobError(f"{text} leaves nothing to save: name what to save{known}")
     names = {leaf.name for leaf in chosen}
-    return _with_own_content([leaf for leaf in leaves if leaf.name in names])
+    # A leaf whose content is left out under another name has it itself.
+    owners: dict[str, str] = {}
+    found = []
+    for leaf in [leaf for leaf in leaves if leaf.name in names]:
+        if leaf.alias_of is None or leaf.alias_of in names:
+            found.append(leaf)
+            continue
+        holder = owners.setdefault(leaf.alias_of, leaf.name)
+        found.append(replace(leaf, alias_of=None if holder == leaf.name else holder))
+    for at, leaf in enumerate(found):
+        if leaf.same_as is not None and leaf.same_as not in names:
+            found[at] = replace(leaf, same_as=owners.get(leaf.same_as))
+    return found
 
 
 def left_out(objects: Mapping[str, Any], selection: Selection) -> frozenset[str]:
@@ -207,23 +219,6 @@ def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:
             f"for the whole, such as {unit!r}"
         )
     return votes.pop()
-
-
-def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
-    names = {leaf.name for leaf in leaves}
-    owners: dict[str, str] = {}
-    found = []
-    for leaf in leaves:
-        if leaf.alias_of is None or leaf.alias_of in names:
-            found.append(leaf)
-            continue
-        owner = owners.setdefault(leaf.alias_of, leaf.name)
-        alias = None if owner == leaf.name else owner
-        found.append(replace(leaf, alias_of=alias))
-    apart = [at for at, leaf in enumerate(found) if leaf.same_as is not None and leaf.same_as not in names]
-    for at in apart:
-        found[at] = replace(found[at], same_as=owners.get(found[at].same_as or ""))
-    return found
 
 
 @dataclass(frozen=True)

@@ -163,20 +163,6 @@ def _shown(draft: RestorePlan, blob: str, value: Any) -> dict[str, torch.Tensor]
     return found
 
 
-def draft_new(draft: RestorePlan, blob: str) -> Builder | None:
-    """Plan to make a stored blob without a given object; only tensors and values can be made."""
-    spec = draft.specs.get(blob)
-    if spec is None or spec.role in NEEDS_OBJECT:
-        draft.unlike(
-            f"{blob} is {_stored_kind(draft, blob)} in the checkpoint, and no object of this name is "
-            f"given to load it into: register it as a blob, job.blobs({blob}=object), or as a factory, "
-            "which setup calls at every start (a resumed run skips init)"
-        )
-        return None
-    draft.take(blob)
-    return _builder(draft, blob, spec)
-
-
 def _builder(draft: RestorePlan, blob: str, spec: LeafSpec) -> Builder:
     if spec.kind == "value":
         tree = LeafValue(draft, spec)
@@ -352,9 +338,17 @@ def drafted(
             builders[blob] = _draft_blob(draft, blob, given[blob])
     for blob in [blob for blob in given if blob in containers]:  # they may hold tensors of the others
         builders[blob] = draft_container(draft, blob, given[blob], partial=blob in partial)
-    for blob in draft.blobs:
-        if blob not in objects:
-            builders[blob] = draft_new(draft, blob)
+    for blob in [blob for blob in draft.blobs if blob not in objects]:  # only tensors and values can be made
+        spec = draft.specs.get(blob)
+        if spec is None or spec.role in NEEDS_OBJECT:
+            draft.unlike(
+                f"{blob} is {_stored_kind(draft, blob)} in the checkpoint, and no object of this name is "
+                f"given to load it into: register it as a blob, job.blobs({blob}=object), or as a factory, "
+                "which setup calls at every start (a resumed run skips init)"
+            )
+        else:
+            draft.take(blob)
+            builders[blob] = _builder(draft, blob, spec)
     return {blob: build for blob, build in builders.items() if build is not None}
 
 

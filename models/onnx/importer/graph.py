@@ -162,17 +162,9 @@ def _converted(model: Any, version: int, target: int) -> Any:
 
 
 def _inlined(model: Any) -> Any:
+    """Inline functions; UsageError for recursive ones, and for those that expand to more than the memory."""
     from onnx import inliner
 
-    _check_functions(model)
-    try:
-        return inliner.inline_local_functions(model)
-    except Exception as error:
-        raise UsageError(f"the functions of the model cannot be inlined: {_first_line(error)}") from error
-
-
-def _check_functions(model: Any) -> None:
-    """Raise UsageError for recursive functions, and for those that expand to more than the memory."""
     bodies = {
         _kind(one, one.name): Counter(_kind(node, node.op_type) for node in _nodes(one.node))
         for one in model.functions
@@ -198,6 +190,10 @@ def _check_functions(model: Any) -> None:
             f"the functions of the model expand to {nodes} operators, more than {limits.MAX_NODES}: "
             "if the file is trustworthy, raise torchrelay.models.onnx.importer.tensors.MAX_NODES"
         )
+    try:
+        return inliner.inline_local_functions(model)
+    except Exception as error:
+        raise UsageError(f"the functions of the model cannot be inlined: {_first_line(error)}") from error
 
 
 def _kind(one: Any, name: str) -> _Name:
