@@ -44,7 +44,7 @@ from torchrelay.runners.training.journal import Journal
 from torchrelay.runners.training.observers import Onlookers
 from torchrelay.runners.training.plan import Choice, Plan, ResumeRequest, RunResult, Status, WarmStart
 from torchrelay.runners.training.resume import FromProgram, ResumedState
-from torchrelay.runners.training.saver import FenceGuard, Saver, agree_on_requests
+from torchrelay.runners.training.saver import FenceGuard, Saver, agree_on_requests, save_at_crash
 from torchrelay.runners.training.startup import (
     bind_blobs,
     ended_result,
@@ -373,8 +373,6 @@ class Life:
         if len(self.session.local_nodes) == 1:  # emulated nodes take their steps one after another
             self.state.save_now = partial(self.saver.save_now, self.requests)
         if self.plan.on_crash == "save":
-            from torchrelay.runners.training.extras.crash import save_at_crash
-
             selection = None if self.manager is None else self.manager.engine.selection
             run = self.run_directory.path
             self.state.crashed = partial(save_at_crash, run, self.session, self.state, selection)

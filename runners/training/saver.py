@@ -1,4 +1,4 @@
-"""Saves of a run: at the end of an epoch, within one, and by hand; and the exit of a fenced process.
+"""Saves of a run: at the end of an epoch, within one, by hand, at a crash; and the exit of a fenced process.
 
 If another job has taken the directory, this process can save nothing more. The next save would detect that,
 but it may be hours away; the writer's counter detects it within a second and reports it here.
@@ -13,21 +13,38 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.format.position import Facts, Position
+from torchrelay.checkpoint.files.blob_files import content_of, write_blob_file
+from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.manager.base import Manager
-from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
+from torchrelay.checkpoint.state.checkpoint_set import members_of, select
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import spec_of
+from torchrelay.errors import (
+    FencedError,
+    LostDirectoryError,
+    PeerError,
+    RelayError,
+    SaveFailedError,
+    TaskFailedError,
+    UsageError,
+)
 from torchrelay.jobs.runtime import undivided
-from torchrelay.jobs.session import Peers, decide, together
+from torchrelay.jobs.session import Peers, decide, together, warn
+from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launcher import current_world, end_process, write_stderr_within
+from torchrelay.runners.distributed.world import is_consequence
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop_requests import PREEMPT, Interrupted, Requests
+from torchrelay.runners.training.journal import SaveWarning
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.load.verify import Target
@@ -35,6 +52,10 @@ if TYPE_CHECKING:
     from torchrelay.runners.training.journal import Journal
 
 NOTHING_NEW = "no step was taken since the newest position"
+CRASH_FOLDER = "crash"
+CRASH_FACTS = "torchrelay_crash"
+"""The value in a file of a crash with epoch, step, attempt and error."""
+_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -335,3 +356,51 @@ class FenceGuard:
         if not known:
             write_stderr_within(f"torchrelay: {shown}\n")
         self._end(error.exit_code)
+
+
+def save_at_crash(
+    run: Path, session: SessionBase, state: RunState, selection: Selection | None, error: BaseException
+) -> None:
+    """Write the file of each node of this process where a task failed, with `on_crash="save"`; never raises.
+
+        crash/<node>.attempt_<n>.safetensors     a file of `save_blobs`; only the newest attempt's is kept
+
+    The failed step may be half done, so no launch resumes from this file. It is for inspection (`load_blobs`,
+    any reader of safetensors), `init_model_path` and `ctx.load_blobs`. Each process writes alone, as others
+    may wait in a collective; sharded tensors are left out and named.
+    """
+    theirs = not isinstance(error, RelayError) or isinstance(error, TaskFailedError)
+    if not theirs or not isinstance(error, Exception) or is_consequence(error):
+        return
+    facts = {"epoch": state.epoch, "step": state.step, "attempt": state.attempt, "error": str(error)}
+    for place in session.local_nodes:
+        path = run / CRASH_FOLDER / f"{place.name}.attempt_{state.attempt}.safetensors"
+        try:
+            left_out = _write_crash(session.workspace(place.name), selection, path, facts)
+        except Exception as second:  # a failed device may raise any error
+            outcome = f"could not be saved: {second}"
+        else:
+            some = ", ".join(
+                [*left_out[:_NAMED], *([f"{len(left_out) - _NAMED} more"] if left_out[_NAMED:] else [])]
+            )
+            outcome = f"is saved in {path}" + (f"; left out, since sharded: {some}" if left_out else "")
+        warn(f"{place}: its state at the failure {outcome}", SaveWarning, stacklevel=3)
+
+
+def _write_crash(
+    workspace: Workspace, selection: Selection | None, path: Path, facts: dict[str, Any]
+) -> list[str]:
+    """Write the state of a node; returns what was left out."""
+    entries = workspace.entries()
+    early = {name for name, one in entries.items() if one.origin is not Origin.LATER}
+    blobs = {name: entries[name].value for name in members_of(workspace) if name in early}
+    leaves = leaves_of(blobs)
+    chosen = leaves if selection is None else select(leaves, blobs, selection)
+    sharded = [leaf.name for leaf in chosen if spec_of(leaf).sharding is not None]
+    whole = [leaf for leaf in chosen if leaf.name not in sharded]
+    write_blob_file(path, content_of([*whole, *leaves_of({CRASH_FACTS: facts})]), overwrite=True)
+    for other in path.parent.glob(f"{workspace.node}.attempt_*.safetensors"):
+        if other != path:
+            with suppress(OSError):
+                other.unlink()
+    return sharded
