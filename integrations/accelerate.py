@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchrelay.errors import UsageError, install_command
+from torchrelay.integrations.trainer_state import copied_generators, restore_generators
 from torchrelay.jobs.data.data_parallel import bare_ddp_instances
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import warn
@@ -162,6 +163,7 @@ class LoaderPlace:
         self.within = False
         """True while the position to save is within an epoch."""
         self._begin: torch.Tensor | None = None
+        self._generators: dict[str, Any] = {}
         self._left = False
 
     def batches(self) -> Iterator[Any]:
@@ -175,6 +177,7 @@ class LoaderPlace:
             source = skip_first_batches(loader, self.taken)
         else:
             self.taken, self._begin, source = 0, self._order(), loader
+            self._generators = copied_generators([loader])
         for batch in source:
             if streams is not None:  # as it was when these batches had been fetched
                 streams.restore()
@@ -198,6 +201,7 @@ class LoaderPlace:
             "batch_size": self._batch_size,
             "own_generator": generator is not None,
             "order": order,
+            "generators": self._generators if within else copied_generators([self._loader]),
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
         }
 
@@ -222,7 +226,8 @@ class LoaderPlace:
         elif state["own_generator"] and self._generator is None and hasattr(sampler, "generator"):
             sampler.generator = torch.Generator()
         self._loader.iteration, self.taken, self._left = state["epoch"], taken, taken > 0
-        self._begin = state["order"] if taken else None
+        self._begin, self._generators = state["order"] if taken else None, state.get("generators", {})
+        restore_generators(self._generators, [self._loader])
         if not taken and self._generator is not None:
             self._set_order(state["order"])
 
@@ -238,12 +243,8 @@ class LoaderPlace:
 
     def _set_order(self, state: torch.Tensor | None) -> None:
         """Restore the random state that the order is drawn from."""
-        if state is None:
-            return
-        if self._generator is not None:
-            self._generator.set_state(state)
-        else:
-            torch.set_rng_state(state)
+        if state is not None:
+            (self._generator or torch.default_generator).set_state(state)
 
     @property
     def _generator(self) -> torch.Generator | None:
@@ -257,13 +258,12 @@ class LoaderPlace:
     @property
     def _batch_size(self) -> int:
         """Number of samples of a step over all ranks; 0 if unknown."""
-        loader, ranks = self._loader, self._accelerator.num_processes
-        if isinstance(loader, DataLoaderDispatcher):
-            one = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 0
-            return int(one) if loader.split_batches else int(one) * ranks
-        split = getattr(loader.batch_sampler, "split_batches", False)
-        one = getattr(loader.batch_sampler, "batch_size", None) or 0
-        return int(one) if split else int(one) * ranks
+        loader, one = self._loader, getattr(self._loader.batch_sampler, "batch_size", None) or 0
+        dispatched = isinstance(loader, DataLoaderDispatcher)
+        if dispatched and not one:
+            one = loader.batch_size or 0
+        split = getattr(loader if dispatched else loader.batch_sampler, "split_batches", False)
+        return int(one) if split else int(one) * self._accelerator.num_processes
 
 
 class _Accumulation:

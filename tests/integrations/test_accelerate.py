@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from own_loops import stored
@@ -103,6 +105,42 @@ def test_the_folder_is_read_without_accelerate(tmp_path: Path, capsys: pytest.Ca
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")], env=clean_environment(), timeout=100, check=True
     )
+
+
+class OwnOrder(torch.utils.data.Sampler[int]):
+    """An order that a generator of NumPy draws."""
+
+    def __init__(self) -> None:
+        self.random = numpy.random.default_rng(4)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.permutation(12).tolist())
+
+
+def test_a_sampler_with_a_generator_of_its_own_resumes(tmp_path: Path) -> None:
+    """The rest of an interrupted epoch and later epochs have the order of an undisturbed run."""
+
+    def seen_until(where: Path, last: int) -> list[int]:
+        accelerator, seen = Accelerator(cpu=True), list[int]()
+        loader = accelerator.prepare(
+            torch.utils.data.DataLoader(torch.arange(12), sampler=OwnOrder())  # type: ignore[arg-type]
+        )
+        with AcceleratorCheckpointer(accelerator, where, {"loader": loader}) as ckpt:
+            start = ckpt.resume()
+            for epoch in range(start.epoch if start else 0, 3):
+                for batch in ckpt.batches(loader):
+                    seen.append(int(batch))
+                    ckpt.save(epoch, ckpt.step)
+                    if len(seen) == last:
+                        return seen
+                ckpt.save(epoch + 1)
+        return seen
+
+    whole, failed = seen_until(tmp_path / "whole", -1), seen_until(tmp_path / "failed", 17)
+    assert whole == failed + seen_until(tmp_path / "failed", -1)
 
 
 class Counter:

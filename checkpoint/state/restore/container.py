@@ -306,7 +306,7 @@ class _Adoption:
         if place is not None:
             self._adopted.add(id(place))
         if is_generator(new):
-            return new if place is None else _continue(place, new)
+            return new if place is None else continue_generator(place, new)
         if isinstance(new, MAPPINGS):
             return self._mapping(live, new, place, classes)
         if isinstance(new, (list, deque)):
@@ -392,7 +392,7 @@ def _is_like(live: Any, new: Any) -> bool:
     return bool(live == new or live is new)
 
 
-def _continue(live: Any, new: Any) -> Any:
+def continue_generator(live: Any, new: Any) -> Any:
     """Give a generator the state of another one that was made from the stored form."""
     if isinstance(live, torch.Generator):
         live.set_state(new.get_state())
