@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,17 @@ from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError, install_command
+from torchrelay.integrations.trainer_state import (
+    AnotherPositionError,
+    HeldState,
+    TrainerStateBlob,
+    captured_draws,
+    metrics_of,
+    restore_draws,
+    started_at,
+)
 from torchrelay.jobs.random import RandomStreams
-from torchrelay.jobs.session import Peers, decide
+from torchrelay.jobs.session import decide
 from torchrelay.runners.own_loop.checkpointer import Checkpointer
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
@@ -32,10 +38,6 @@ except (ImportError, UsageError) as missing:
         "torchrelay.integrations.transformers needs transformers and accelerate: "
         f"{install_command('transformers')}"
     ) from missing
-
-_STATE_FILE = "trainer_state.json"
-_NO_METRICS = ("step", "epoch", "total_flos", "train_loss")
-_SPEEDS = ("_runtime", "_per_second", "_preparation_time")
 
 
 class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a library without types here
@@ -64,9 +66,13 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         self._session: SessionBase | None = None
         self._epoch: int | None = None
         self._ckpt: Checkpointer | None = None
-        self._state = _StateBlob()
+        self._state = TrainerStateBlob()
+        self._ranks = HeldState(lambda: self._draws)
+        self._draws: dict[str, Any] = {}
+        self._order: dict[str, Any] = {}
         self._streams: RandomStreams | None = None
         self._due, self._saved = False, -1
+        self._epochs, self._began, self._ended = 0, 0, False
 
     def train(self, trainer: Trainer, *, epoch: int | None = None, **options: Any) -> Any:
         """Call `trainer.train()` from the newest position that verifies. All ranks call this together.
@@ -92,13 +98,15 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         self._trainer, self._epoch = trainer, epoch
         try:
             with current_or_new_session(None) as self._session:
-                self._state.text = decide(self._session.peers, "trainer state", self._newest)
+                start = decide(self._session.peers, "trainer state", self._newest)
                 while True:
+                    self._state.text = start[0]
                     try:
-                        with _started_at(trainer, self._state.text) as folder:
-                            return trainer.train(resume_from_checkpoint=folder, **options)
-                    except _AnotherPositionError:  # the newest one could not be read: use the one before
-                        continue
+                        with started_at(trainer, *start) as folder:
+                            given = {"resume_from_checkpoint": folder} if folder is not None else {}
+                            return trainer.train(**options | given)
+                    except AnotherPositionError as found:  # the newest one could not be read
+                        start = found.args
         except BaseException as error:
             if self._ckpt is not None:
                 self._ckpt.__exit__(type(error), error, error.__traceback__)
@@ -106,19 +114,21 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         finally:
             self._ckpt = self._trainer = self._session = None
 
-    def _newest(self) -> str | None:
-        """Return the trainer state of the position that a resume will probably choose."""
+    def _newest(self) -> tuple[str | None, int, int]:
+        """Return the trainer state, epoch and step of the position that a resume will probably choose."""
         try:
             if self._epoch is not None:
-                return str(open_checkpoint(self._where, self._epoch).value("trainer.state"))
-            place = place_of(self._where)
-            view = read_log(place)
-            entry = view.newest()
-            if entry is None:
-                return None
-            return str(Checkpoint(place, verify_epoch(place.storage, entry), view).value("trainer.state"))
+                found = open_checkpoint(self._where, self._epoch)
+            else:
+                place = place_of(self._where)
+                view = read_log(place)
+                entry = view.newest()
+                if entry is None:
+                    return None, 0, 0
+                found = Checkpoint(place, verify_epoch(place.storage, entry), view)
+            return found.value("trainer")["state"], found.position.epoch, found.position.step
         except RelayError:
-            return None
+            return None, 0, 0
 
     # Events
 
@@ -146,17 +156,20 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         }
         if accelerator.scaler is not None:
             blobs["scaler"] = accelerator.scaler
+        self._epochs, self._began, self._ended = 0, 0, False
         began = self._state.text
         self._ckpt = Checkpointer(self._where, blobs, session=self._session, **self._options)
+        self._ckpt._job.blobs.add({"ranks": self._ranks}, reshard="by_rank")
         start = self._ckpt.resume(self._epoch)
         if start is None:
             return
         if self._state.text != began:
             self._ckpt.close()
             self._ckpt = None
-            raise _AnotherPositionError
+            raise AnotherPositionError(self._state.text, start.epoch, start.step)
         self._streams = RandomStreams.capture()
         self._saved = state.global_step
+        self._epochs, self._began = start.epoch, state.global_step - start.step
         self._state.restore_window(trainer)
         self._restore_callbacks(state)
 
@@ -170,18 +183,25 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         """Save the previous epoch if it is not saved; after a resume, restore the random states."""
+        loader = given["train_dataloader"]
+        if self._ended:
+            self._epochs, self._began, self._ended = self._epochs + 1, state.global_step, False
         if self._streams is not None:
             self._streams.restore()
-            if _position(args, state, given["train_dataloader"])[1] == 0:
-                self._streams = None
-        self._save_if_due(args, state, given["train_dataloader"])
+            within = self._position(args, state, loader)[1] > 0
+            restore_draws("order" if within else "next", self._ranks.loaded, [loader])
+            self._streams = self._streams if within else None
+        self._save_if_due(args, state, loader)
+        self._order = captured_draws("order", [loader])
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         """Save the previous step if due; by now all its values are logged."""
+        loader = given["train_dataloader"]
         if self._streams is not None:  # batches were skipped
             self._streams.restore()
+            restore_draws("next", self._ranks.loaded, [loader])
             self._streams = None
-        self._save_if_due(args, state, given["train_dataloader"])
+        self._save_if_due(args, state, loader)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Note that a save is due."""
@@ -190,7 +210,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Note that a save is due."""
-        self._due = True
+        self._due = self._ended = True
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         """Save the last epoch before the Trainer may load the best model."""
@@ -213,10 +233,20 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         peers = self._session.peers
         self._state.text = decide(peers, "trainer state", lambda: self._as_text(state))
         self._state.take_window(self._trainer, peers)
-        epoch, step = _position(args, state, loader)
-        metrics = _metrics(json.loads(self._state.text))
+        epoch, step = self._position(args, state, loader)
+        self._draws = captured_draws("next", [loader]) | (self._order if step else {})
+        metrics = metrics_of(json.loads(self._state.text))
         self._ckpt.save(epoch, step, metrics=metrics, asynchronous=self._asynchronous)
         self._saved = state.global_step
+
+    def _position(self, args: TrainingArguments, state: TrainerState, loader: Any) -> tuple[int, int]:
+        """Return finished epochs and steps of the next one, counted as the Trainer does."""
+        try:
+            steps = max(-(-len(loader) // args.gradient_accumulation_steps), 1)
+        except TypeError:  # a dataset without a length
+            return self._epochs, state.global_step - self._began
+        epoch, step = divmod(state.global_step, steps)
+        return epoch, step
 
     def _as_text(self, state: TrainerState) -> str:
         """Return the trainer state as the Trainer writes it to trainer_state.json."""
@@ -227,71 +257,3 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
                 exported.setdefault(type(one).__name__, []).append(one.state())
         callbacks = {name: found if len(found) > 1 else found[0] for name, found in exported.items()}
         return json.dumps({**dataclasses.asdict(state), "stateful_callbacks": callbacks})
-
-
-class _StateBlob:
-    """Trainer state of rank 0 as JSON, and the losses of all ranks since the last log."""
-
-    same_on_all_ranks = True
-
-    def __init__(self) -> None:
-        self.text: str | None = None
-        self.losses: list[float] = []
-        self.logged = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self.text, "losses": self.losses, "logged": self.logged}
-
-    def load_state_dict(self, content: Mapping[str, Any]) -> None:
-        self.text, self.losses, self.logged = content["state"], content["losses"], content["logged"]
-
-    def take_window(self, trainer: Any, peers: Peers) -> None:
-        """Record the sum of the losses since the last log; all ranks together."""
-        self.losses = peers.exchange("losses", float(trainer._tr_loss))
-        self.logged = trainer._globalstep_last_logged
-
-    def restore_window(self, trainer: Any) -> None:
-        """Restore the losses since the last log; another number of ranks shares the mean."""
-        rank, same = trainer.args.process_index, trainer.args.world_size == len(self.losses)
-        trainer._tr_loss.fill_(self.losses[rank] if same else sum(self.losses) / len(self.losses))
-        trainer._globalstep_last_logged = self.logged
-
-
-class _AnotherPositionError(Exception):
-    """The Trainer was started at a position other than the loaded one."""
-
-
-@contextmanager
-def _started_at(trainer: Trainer, text: str | None) -> Iterator[str | None]:
-    """Create a folder that gives the Trainer its state; the callback loads all else."""
-    if text is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / _STATE_FILE).write_text(text)
-        vars(trainer)["_load_from_checkpoint"] = lambda *_, **__: None  # it holds no weights
-        try:
-            yield folder
-        finally:
-            del vars(trainer)["_load_from_checkpoint"]
-
-
-def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values logged at this step, except those that measure speed."""
-    logs = [one for one in state["log_history"] if one.get("step") == state["global_step"]]
-    return {
-        name: value
-        for one in logs
-        for name, value in one.items()
-        if isinstance(value, (int, float)) and name not in _NO_METRICS and not name.endswith(_SPEEDS)
-    }
-
-
-def _position(args: TrainingArguments, state: TrainerState, loader: Any) -> tuple[int, int]:
-    """Return finished epochs and steps of the next one, counted as the Trainer does."""
-    try:
-        steps = max(-(-len(loader) // args.gradient_accumulation_steps), 1)
-    except TypeError:  # a dataset without a length is one epoch
-        steps = state.max_steps
-    epoch, step = divmod(state.global_step, steps)
-    return epoch, step

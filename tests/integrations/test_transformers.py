@@ -18,7 +18,7 @@ from torchrelay.tools.cli.main import main
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from torchrelay.integrations.transformers import RelayCallback
 
@@ -88,15 +88,17 @@ class Net(torch.nn.Module):
         return {"loss": (self.layer(x)[:, 0] - labels).square().mean()}
 
 
-def trainer_with(relay: RelayCallback, folder: Path, *callbacks: Any, epochs: int = 2) -> Trainer:
+def trainer_with(
+    relay: RelayCallback, folder: Path, *callbacks: Any, epochs: int = 2, kind: Any = Trainer, **options: Any
+) -> Trainer:
     """A Trainer of eight samples."""
     arguments = TrainingArguments(
         output_dir=str(folder), use_cpu=True, per_device_train_batch_size=4, num_train_epochs=epochs,
         eval_strategy="epoch", metric_for_best_model="eval_loss", greater_is_better=False,
-        save_strategy="no", report_to=[], disable_tqdm=True,
+        save_strategy="no", report_to=[], disable_tqdm=True, **options,
     )  # fmt: skip
     data = [{"x": torch.full((4,), float(one)), "labels": float(one)} for one in range(8)]
-    return Trainer(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=[*callbacks, relay])
+    return kind(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=[*callbacks, relay])
 
 
 def test_the_folder_is_read_without_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +155,82 @@ def test_a_rewind_trains_the_later_epochs_again(tmp_path: Path) -> None:
     trainer = trainer_with(relay, tmp_path, epochs=3)
     relay.train(trainer, epoch=1)
     assert trainer.state.global_step == 6
+
+
+class Fail(TrainerCallback):
+    """Ends the training at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise ValueError("planned")
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples without a length, other ones in each epoch."""
+
+    epoch = 0
+
+    def __iter__(self) -> Any:
+        return iter([{"x": torch.randn(4) + one + self.epoch, "labels": float(one)} for one in range(12)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def weighted() -> Any:
+    """Samples in an order that random numbers of the process decide."""
+    data = [{"x": torch.full((4,), float(one)), "labels": float(one)} for one in range(12)]
+    return torch.utils.data.DataLoader(
+        data, 2, sampler=torch.utils.data.WeightedRandomSampler(torch.arange(12.0), 12)
+    )
+
+
+@pytest.mark.parametrize("loader", [weighted, lambda: torch.utils.data.DataLoader(Stream(), 2)])
+def test_orders_that_no_seed_decides_resume(
+    loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler of random weights and a stream without a length go on at the same samples, by one start."""
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(loader())
+
+    def train_until(folder: Path, step: int) -> list[torch.Tensor]:
+        set_seed(3)
+        relay = RelayCallback(folder / "ckpt", every=2)
+        trainer = trainer_with(relay, folder, Fail(step), kind=Own, max_steps=15)
+        relay.train(trainer)
+        return [*trainer.model.state_dict().values(), torch.rand(1)]
+
+    whole = train_until(tmp_path / "whole", -1)
+    for step in (4, 9):
+        with pytest.raises(ValueError, match="planned"):
+            train_until(tmp_path / "failed", step)
+    starts: list[Any] = []
+    begin = Trainer.train
+    monkeypatch.setattr(Trainer, "train", lambda self, **given: starts.append(given) or begin(self, **given))
+    assert all(map(torch.equal, whole, train_until(tmp_path / "failed", -1)))
+    assert len(starts) == 1
+
+
+def test_a_checkpoint_of_the_trainer_is_only_for_the_first_start(tmp_path: Path) -> None:
+    """`resume_from_checkpoint=` is used until the folder has a position of its own."""
+    first = RelayCallback(tmp_path / "first")
+    trainer = trainer_with(first, tmp_path, epochs=1)
+    first.train(trainer)
+    trainer.save_state()
+    trainer.save_model()
+    trainer._save_optimizer_and_scheduler(str(tmp_path))
+    counts = []
+    for epochs in (2, 3):
+        relay = RelayCallback(tmp_path / "second")
+        trainer = trainer_with(relay, tmp_path, epochs=epochs)
+        relay.train(trainer, resume_from_checkpoint=str(tmp_path))
+        counts.append((trainer._initial_global_step, trainer.state.global_step))
+    assert counts == [(2, 4), (4, 6)]
 
 
 def test_misuse_is_said(tmp_path: Path) -> None:
