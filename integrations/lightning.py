@@ -7,14 +7,12 @@ Batches of an epoch that were already seen are loaded again and dropped, unless 
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,17 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.files.blob_files import estimate_bytes, load_blobs, save_blobs
-from torchrelay.errors import BlobError, UsageError, install_command
+from torchrelay.errors import UsageError, install_command
+from torchrelay.integrations.trainer_state import (
+    HeldState,
+    captured_draws,
+    explained,
+    fetched,
+    numbered,
+    prefetches,
+    restore_draws,
+    stand_in,
+)
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.runners.own_loop.checkpointer import Checkpointer
 
@@ -37,16 +45,6 @@ except ImportError as missing:
     raise UsageError(
         f"torchrelay.integrations.lightning needs {_PACKAGE}: {install_command('lightning')}"
     ) from missing
-
-
-class _Part:
-    """A blob that holds loaded state until Lightning can take it."""
-
-    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self.state_dict, self.loaded = state, dict[str, Any]()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state
 
 
 class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
@@ -72,8 +70,6 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
 
     _checkpointer: Checkpointer | None = None
     _held: RandomStreams | None = None
-    _order: Mapping[str, bytes] = {}
-    _ahead: Mapping[str, Any] = {}
     _saved, _step, _seen, _due = -1, 0, 0, False
 
     def __init__(
@@ -89,11 +85,15 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
             raise UsageError(f"invalid every_n_steps={every_n_steps}: expected a number above 0, or None")
         self.where, self.every_n_steps, self.options = where, every_n_steps, options
         self.resume_from_epoch, self.asynchronous = resume_from_epoch, asynchronous
-        self._trainer = self._ranks = _Part(dict)
+        self._trainer = self._ranks = HeldState()
+        self._order, self._before, self._ahead = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        self._gradients, self._groups = list[Any](), list[Any]()
+        self._first = stand_in(self, _callbacks.Callback)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Move to the front of the callbacks, so that a save precedes what others do at a start."""
-        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+        """Let a stand-in at the front run the hooks, so that a save precedes what others do at a start."""
+        ours = self, self._first
+        trainer.callbacks = [self._first, *(one for one in trainer.callbacks if one not in ours)]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Load the newest position before the training begins."""
@@ -102,13 +102,13 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         if trainer.world_size > 1 and "RANK" not in os.environ:
             start = f"start the script with torchrun --nproc-per-node={trainer.world_size}"
             raise UsageError(f"torchrelay does not support the ranks that Lightning started itself: {start}")
-        self._saved, self._step, self._seen, self._due = -1, 0, 0, False
-        self._trainer = _Part(partial(self._state_of_trainer, trainer))
-        self._ranks = _Part(partial(self._state_of_rank, trainer))
-        with _explained("nothing was trained"):
+        self._saved, self._step, self._seen, self._due, self._groups, self._ahead = -1, 0, 0, False, [], {}
+        self._trainer = HeldState(partial(self._state_of_trainer, trainer))
+        self._ranks = HeldState(partial(self._state_of_rank, trainer))
+        with explained("nothing was trained"):
             estimate_bytes({"trainer": self._trainer, "ranks": self._ranks})
-        blobs = {"model": pl_module, "trainer": self._trainer, **_numbered("optimizer", trainer.optimizers)}
-        blobs |= _numbered("scheduler", [one.scheduler for one in trainer.lr_scheduler_configs])
+        blobs = {"model": pl_module, "trainer": self._trainer, **numbered("optimizer", trainer.optimizers)}
+        blobs |= numbered("scheduler", [one.scheduler for one in trainer.lr_scheduler_configs])
         self._checkpointer = Checkpointer(self.where, blobs, **self.options)
         self._checkpointer._job.blobs.add({"ranks": self._ranks}, reshard="by_rank")
         position = self._checkpointer.resume(self.resume_from_epoch)
@@ -121,6 +121,8 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
             )
         self._held, self._saved, self._step = RandomStreams.capture(), position.epoch, position.step
         self._restore(trainer)
+        self._gradients = [(one, one.grad) for one in pl_module.parameters()]  # Lightning clears them
+        self._groups = [(one, [{**group} for group in one.param_groups]) for one in trainer.optimizers]
 
     def _restore(self, trainer: Any) -> None:
         """Distribute the loaded state as Lightning does, but mark no loop as restarting."""
@@ -133,66 +135,77 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         for part in ("datamodule", "model", "callbacks", "precision_plugin_state"):
             getattr(connector, f"restore_{part}")()
         connector._loaded_checkpoint = {}  # overrides ckpt_path, too: this directory is newer
-        trainer.fit_loop.load_state_dict(loaded["loops"]["fit_loop"])
-        for one in _with_inner(trainer.fit_loop):
+        loop, inner = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        loop.load_state_dict(loaded["loops"]["fit_loop"])
+        for one in (loop, inner, inner.val_loop, inner.automatic_optimization, inner.manual_optimization):
             one._restarting = one._loaded_from_state_dict = one._resuming_from_checkpoint = False
-        trainer.fit_loop.epoch_loop.val_loop._restarting = True  # skips the sanity check
+        inner.val_loop._restarting = True  # skips the sanity check
         trainer._logger_connector._callback_metrics.update(self._ranks.loaded.get("metrics", {}))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Move to the batch at which the training was interrupted."""
         loop, inner, ranks = trainer.fit_loop, trainer.fit_loop.epoch_loop, self._ranks.loaded
+        loaders, fetcher = loop._combined_loader.flattened, loop._data_fetcher
         inner.val_loop._restarting = False
+        for optimizer, groups in self._groups:  # callbacks may have replaced them in on_fit_start
+            optimizer.param_groups = groups
         if self._held is None and self.every_n_steps:
-            self._order = RandomStreams.capture().encode()  # the first order was drawn before this hook
-            iter(loop._data_fetcher)
+            self._order = captured_draws("order", loaders)  # the first order was drawn before this hook
+            iter(fetcher)
         if self._held is None or not self._step:
             return
         loop._restart_stage = _loops.RestartStage.RESTARTED_MID_EPOCH
         inner._restarting = True  # keeps the count of batches, and counts one step too many
         inner._batches_that_stepped -= 1
         inner.val_loop.increment_progress_to_evaluation_end = lambda: None  # it is at its end already
-        self._order = ranks["order"]
-        RandomStreams.decode(ranks["order"]).restore()
-        for loader in loop._combined_loader.flattened:
+        self._order = {name: ranks[name] for name in ranks if name.startswith("order")}
+        restore_draws("order", ranks, loaders)
+        for loader in loaders:
             _loops._set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         loop._combined_loader._load_state_dicts(ranks["loaders"])
-        iter(loop._data_fetcher)
+        if ranks["loaders"]:
+            restore_draws("prefetch", ranks, loaders)
+        iter(fetcher)
         if not ranks["loaders"]:
-            for _ in range(self._step):
-                next(loop._data_fetcher.iterator)
+            for left in reversed(range(self._step)):
+                if not left:
+                    restore_draws("prefetch", ranks, loaders)
+                following = next(fetcher.iterator)
+                if prefetches(fetcher):
+                    fetcher.batches = [following]
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
-        RandomStreams.decode(ranks["fetch"]).restore()
+        restore_draws("fetch", ranks, loaders)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Save the previous epoch, or restore the random streams after a resume."""
         loop, begun = trainer.fit_loop, trainer.fit_loop.epoch_progress.current.processed
         if self._held is not None:
             loop._combined_loader._load_state_dicts(self._ranks.loaded.get("loaders", []))
+            restore_draws("fetch", self._ranks.loaded, loop._combined_loader.flattened)
             self._release_streams()
         elif begun:
             self._save(trainer, 0)
+        self._ahead = {}
         if self.every_n_steps and begun:
-            self._order = RandomStreams.capture().encode()
+            self._order = captured_draws("order", loop._combined_loader.flattened)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Save if due, or restore the random streams after a resume."""
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        loop, done = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current.completed
         if self._held is not None:
-            del trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end
+            del loop.epoch_loop.val_loop.increment_progress_to_evaluation_end
             trainer.accumulate_grad_batches = self._trainer.loaded["accumulate"]
             self._release_streams()
-        elif self._due and done:
+        elif self._due and done and (self._before or not prefetches(loop._data_fetcher)):
             self._save(trainer, done)
-        self._seen, self._due = trainer.global_step, False
+        self._seen, self._due, self._before = trainer.global_step, False, self._ahead
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Record the state that the next batch is loaded with if a save is due."""
         every = self.every_n_steps or sys.maxsize
         self._due = trainer.global_step // every > self._seen // every
-        if self._due:
-            loaders = copy.deepcopy(trainer.fit_loop._combined_loader._state_dicts())
-            self._ahead = {"fetch": RandomStreams.capture().encode(), "loaders": loaders}
+        if self._due or (self.every_n_steps and prefetches(trainer.fit_loop._data_fetcher)):
+            self._ahead = fetched(trainer.fit_loop._combined_loader)
 
     on_validation_end = on_train_batch_end
 
@@ -215,10 +228,13 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         self._checkpointer = self._held = None
 
     def _release_streams(self) -> None:
-        """Restore the random streams that were held during a resume."""
+        """Restore the random streams and gradients that were held during a resume."""
         held, self._held = self._held, None
         if held is not None:
             held.restore()
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+            self._gradients = []
 
     def _save(self, trainer: Any, step: int) -> None:
         """Save `step` steps behind the finished epochs."""
@@ -244,30 +260,13 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
 
     def _state_of_rank(self, trainer: Any) -> dict[str, Any]:
         """Return rank-specific state: loaders, metrics, and the random streams that chose the batches."""
-        loader, metrics = trainer.fit_loop._combined_loader, dict(trainer.callback_metrics)
-        state: dict[str, Any] = {"loaders": loader._state_dicts() if loader else [], "metrics": metrics}
-        return state | {"order": self._order, **self._ahead} if self._step else state
-
-
-def _numbered(name: str, found: list[Any]) -> dict[str, Any]:
-    """Name a single object `name`, several ones `name_0`, `name_1`, ..."""
-    return {name: found[0]} if len(found) == 1 else {f"{name}_{at}": one for at, one in enumerate(found)}
-
-
-def _with_inner(loop: Any) -> list[Any]:
-    """Return a loop and all loops nested in it."""
-    inner = [one for one in vars(loop).values() if isinstance(one, _loops._Loop)]
-    return [loop, *(one for other in inner for one in _with_inner(other))]
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Add a remedy to a BlobError raised in the block."""
-    try:
-        yield
-    except BlobError as error:
-        remedy = "save_hyperparameters(ignore=[...]), or `del checkpoint[...]` in on_save_checkpoint"
-        raise BlobError(f"{what}: {error}. Use tensors and plain values, or exclude it: {remedy}") from error
+        metrics = {"metrics": dict(trainer.callback_metrics)}
+        if not self._step:
+            return metrics | fetched(trainer.fit_loop._combined_loader)
+        if not prefetches(trainer.fit_loop._data_fetcher):
+            return metrics | self._order | self._ahead
+        before = {name.replace("fetch", "prefetch"): one for name, one in self._before.items()}
+        return metrics | self._order | self._ahead | before
 
 
 class TorchrelayCheckpointIO(_io.CheckpointIO):  # type: ignore[misc]
@@ -286,7 +285,7 @@ class TorchrelayCheckpointIO(_io.CheckpointIO):  # type: ignore[misc]
             raise UsageError(f"{type(self).__name__} does not support storage_options: pass the URL alone")
         if "://" not in str(path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with _explained(f"{path} was not written"):
+        with explained(f"{path} was not written"):
             save_blobs(path, dict(checkpoint), overwrite=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:

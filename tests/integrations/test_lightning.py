@@ -211,6 +211,95 @@ def test_callbacks_and_loaders_with_state(every: int | None, tmp_path: Path) -> 
     assert all(map(torch.equal, whole, fit_until(tmp_path / "failed", None)))
 
 
+class Adding(Net):
+    """Steps one optimizer after each batch, and another after three, whose gradients it adds up."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.net[:1], self.net[1:])]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers()[: 2 if batch_idx % 3 == 2 else 1]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples without a length, with random parts."""
+
+    def __iter__(self) -> Any:
+        for number in torch.randperm(48).tolist():
+            yield torch.randn(6) + number, torch.ones(1)
+
+
+class CountedStream(Counted):
+    """A loader with a state of its own, but no length."""
+
+    __len__ = None
+
+
+class Thawing(Net):
+    """Its first layers are trained later."""
+
+    @property
+    def backbone(self) -> torch.nn.Module:
+        return self.net[:2]
+
+    def configure_optimizers(self) -> Any:
+        parameters = [one for one in self.parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def shuffled_by(generator: torch.Generator) -> Any:
+    """The samples in an order that a generator of the user draws."""
+    return torch.utils.data.DataLoader(loaders()[0].dataset, 4, shuffle=True, generator=generator)
+
+
+PARTS: dict[str, tuple[Any, Any, Any]] = {
+    "gradients": (Adding, list, lambda: loaders()[0]),
+    "generator": (Net, list, lambda: shuffled_by(torch.Generator().manual_seed(5))),
+    "stream": (Net, list, lambda: torch.utils.data.DataLoader(Stream(), 4)),
+    "stateful": (Net, list, CountedStream),
+    "groups": (Thawing, lambda: [pl.callbacks.BackboneFinetuning(1)], lambda: loaders()[0]),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_lightning_does_not_restore(part: str, tmp_path: Path) -> None:
+    """Gradients of an open window, the user's generator, batches without a length, and new groups resume."""
+
+    def fit_until(where: Path, stop: tuple[int, int] | None) -> list[torch.Tensor]:
+        def fail(*now: int) -> None:
+            if now == stop:
+                raise ValueError("planned")
+
+        pl.seed_everything(0, verbose=False)
+        kind, callbacks, loader = PARTS[part]
+        trainer = trainer_of(*callbacks(), TorchrelayCheckpoint(where, every_n_steps=1))
+        trainer.fit(kind(fail), loader(), loaders()[1])
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        return [*trainer.lightning_module.state_dict().values(), torch.tensor(rates), torch.rand(1)]
+
+    whole = fit_until(tmp_path / "whole", None)
+    for stop in ((0, 7), (1, 8)):
+        with pytest.raises(ValueError, match="planned"):
+            fit_until(tmp_path / "failed", stop)
+    assert all(map(torch.equal, whole, fit_until(tmp_path / "failed", None)))
+
+
+def test_the_users_model_checkpoint_stays_the_trainers(tmp_path: Path) -> None:
+    """`ckpt_path="best"` and `trainer.checkpoint_callback` mean it, in whatever order callbacks are given."""
+    saving = pl.callbacks.ModelCheckpoint(tmp_path / "theirs", monitor="val")
+    trainer = trainer_of(TorchrelayCheckpoint(tmp_path / "ours"), saving, epochs=1)
+    trainer.fit(Net(), *loaders())
+    assert trainer.checkpoint_callback is saving and Path(saving.best_model_path).exists()
+
+
 def test_state_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """An object among the hyper-parameters is named, with what to do."""
     model = Net(odd=SimpleNamespace(a=1))
