@@ -14,7 +14,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.distributed.loops import ALL
-from torchrelay.runners.session.mid_epoch import is_epoch_loader, is_unsaved
+from torchrelay.runners.session.mid_epoch import is_epoch_loader, unsaved_part
 from torchrelay.runners.session.run_state import RunState, check_interval
 from torchrelay.runners.session.steps import Siblings, StepLoop, TaskRanks
 
@@ -294,12 +294,13 @@ class Context:
         return iter(StepLoop(self._state, self.node, loader, count, agreeing, *rest))
 
     def _warn_if_unsaved(self, loader: Iterable[Any]) -> None:
-        unsaved = is_unsaved(loader, self.session.workspace(self.node))
-        if unsaved and self._state.first_time(f"loader of {self.node}"):
+        unsaved = unsaved_part(loader, self.session.workspace(self.node))
+        if unsaved is not None and self._state.first_time(f"loader of {self.node}"):
             logger.warning(
                 "the %s of the training loop is not a blob: its state is not saved, and a resumed run begins "
-                "without it. Register it: blobs=dict(..., loader=loader)",
-                type(loader).__name__,
+                "without it. Register it: blobs=dict(..., %s)",
+                type(unsaved).__name__,
+                "loader=loader" if unsaved is loader else "generator=generator",
             )
 
     def _check_steps(self, count: bool, accumulate: int, *, alone: bool) -> None:

@@ -285,11 +285,21 @@ def blobs_of(workspace: Workspace) -> list[Any]:
     return [one.value for one in workspace.entries().values() if one.blob is not None]
 
 
-def is_unsaved(loader: object, workspace: Workspace) -> bool:
-    """Return True for a loader with state that no registered object is, or has among its attributes."""
+def unsaved_part(loader: object, workspace: Workspace) -> object:
+    """Return what holds a loader's state if no registered object is it, or has it as an attribute, else None.
+
+    It is the loader, or the generator that a DataLoader or its sampler draws from.
+    """
+    import torch
+
     blobs = blobs_of(workspace)
     inside = (vars(one).values() for one in blobs if hasattr(one, "__dict__"))
-    return is_stateful(loader) and all(one is not loader for one in chain(blobs, *inside))
+    saved = set(map(id, chain(blobs, *inside)))
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    drawing = (loader, getattr(loader, "sampler", None), inner)
+    drawn = (getattr(one, "generator", None) for one in drawing)
+    parts = [loader] if is_stateful(loader) else [one for one in drawn if isinstance(one, torch.Generator)]
+    return next((one for one in parts if id(one) not in saved), None)
 
 
 def is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:

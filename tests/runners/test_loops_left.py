@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from own_loops import EPOCHS, Training, nothing, run_face
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchrun import clean_environment
 
 import torchrelay
@@ -181,6 +182,28 @@ def test_a_loader_whose_state_is_not_saved_is_told(
             list(run.steps(Parts().loader if fresh else parts.loader))
     text = "the EpochLoader of the training loop is not a blob"
     assert sum(text in one.getMessage() for one in caplog.records) == told
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("of", ["loader", "sampler", "inner"])
+def test_a_generator_of_a_loader_is_told_like_its_loader(
+    registered: bool, of: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch's notes on reproducibility have it: a resumed run would repeat the order of epoch 1."""
+    generator = torch.Generator()
+    sampler = RandomSampler(range(4), generator=generator)
+    how: dict[str, dict[str, Any]] = {
+        "loader": dict(shuffle=True, generator=generator),
+        "sampler": dict(sampler=sampler),
+        "inner": dict(batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+    }
+    loader = DataLoader(torch.arange(4), **how[of])  # type: ignore[arg-type]
+    blobs = dict(weights=torch.zeros(1), **(dict(generator=generator) if registered else {}))
+    with Run(tmp_path, blobs, best=None) as run:
+        for _ in run.epochs(2):
+            list(run.steps(loader))
+    text = "the Generator of the training loop is not a blob"
+    assert sum(text in one.getMessage() for one in caplog.records) == (not registered)
 
 
 def test_a_block_without_the_loop_over_epochs_warns(tmp_path: Path) -> None:
