@@ -289,7 +289,12 @@ class Checkpoint:
         return loaded
 
     def load_saved(
-        self, objects: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+        self,
+        objects: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
+        exclude: Sequence[str] = (),
     ) -> LoadResult:
         """Load into the objects of the program that saved; leaves left out of its saves stay unchanged.
 
@@ -303,7 +308,7 @@ class Checkpoint:
                 "saved without them (`exclude`)",
                 stacklevel=2,
             )
-        return self.load(objects, strict=strict, rename=rename, exclude=kept)
+        return self.load(objects, strict=strict, rename=rename, exclude=[*kept, *exclude])
 
     def absent(
         self, objects: Mapping[str, Any], selection: Selection, rename: Mapping[str, str] | None = None

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.format.position import Patterns, Position, matches_an
 from torchrelay.checkpoint.format.value_decoding import renamed_references
 from torchrelay.checkpoint.load.lookup import Rename, names_apart, pattern_list, renamed
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, LeafSpec, Role, blob_of
+from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, LeafSpec, Role, blob_of, spec_of
 from torchrelay.checkpoint.state.module_leaves import PARAMS, groups_prefix, state_prefix
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import objects_inside
@@ -46,6 +46,19 @@ class LoadResult:
     bytes_read: int = 0
     misshapen: tuple[str, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
+
+
+def misshapen_leaves(
+    objects: Mapping[str, Any], stored: Iterable[Any], rename: Rename | None
+) -> tuple[str, ...]:
+    """The leaves of objects that are stored in another form, by their names in the objects."""
+    live = {leaf.name: spec_of(leaf) for leaf in leaves_of(objects)}
+    pairs = ((live.get(renamed(leaf.name, rename)), leaf) for leaf in stored)
+    return tuple(
+        here.name
+        for here, leaf in pairs
+        if here is not None and (here.kind, here.dtype, here.shape) != (leaf.kind, leaf.dtype, leaf.shape)
+    )
 
 
 def checked_objects(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.files.load_into import FileSource, load_into
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
+from torchrelay.checkpoint.load.renaming import LoadResult, misshapen_leaves
 from torchrelay.checkpoint.log.view import ranges, whole_epochs
 from torchrelay.checkpoint.storage.open import is_url, open_file_system
 from torchrelay.errors import UnknownEpochError, UsageError
@@ -31,7 +32,7 @@ from torchrelay.jobs.config.section_types import EpochChoice
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.data.loader import make_batch
 from torchrelay.jobs.job import TaskGroup
-from torchrelay.jobs.session import Peers, together
+from torchrelay.jobs.session import Peers, together, warn
 from torchrelay.jobs.task import Task
 from torchrelay.metadata.fs import finite
 from torchrelay.runners.config_runs.context import PhaseState, StepContext
@@ -40,6 +41,7 @@ from torchrelay.runners.config_runs.user_objects import on_device
 from torchrelay.runners.monitoring.console import print_line
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.training.plan import WarmStart
 
 
 class Tally:
@@ -237,14 +239,23 @@ def moved_batch(batch: Any, device: torch.device) -> Any:
 
 def load_weights(
     phase: PhaseState, settings: Settings, runner: RunnerSection, where: str, epoch: int | str = "last"
-) -> None:
+) -> WarmStart:
     """Load and verify a phase's model in place, from an epoch of a run or a file of `save_blobs`.
 
-    The runner's `init_prefix`, `init_rename`, `init_strict` and `init_optimizer` select the content. Raises
-    UsageError if nothing there matches the phase, BlobError if it does not fit.
+    The runner's `init_prefix`, `init_rename`, `init_strict` and `init_optimizer` select the content; without
+    `init_strict` a warning names what is skipped. Raises UsageError if nothing there matches the phase,
+    BlobError if it does not fit.
     """
-    checkpoint = None if Path(where).is_file() else open_checkpoint(where, epoch=epoch)
-    stored = FileSource(open_blob_file(where)).kinds() if checkpoint is None else checkpoint.blobs
+    stored: Mapping[str, Any]
+    leaves: Iterable[Any]
+    load: Callable[..., LoadResult]
+    if Path(where).is_file():
+        file, name = open_blob_file(where), where
+        stored, leaves, load = FileSource(file).kinds(), file.specs.values(), partial(load_into, where)
+    else:
+        checkpoint = open_checkpoint(where, epoch=epoch)
+        stored, leaves, load = checkpoint.blobs, checkpoint.leaves, checkpoint.load_saved
+        name = f"{where}, epoch {checkpoint.epoch}"
     source, target = runner.init_prefix, f"{phase.name}.{MODEL}"
     if source is None:
         found = stored_phase(settings, phase.keys, list(stored))
@@ -268,8 +279,14 @@ def load_weights(
     }
     if source != target:
         rename[source] = target
-    load = partial(load_into, where) if checkpoint is None else checkpoint.load_saved
-    load(objects, rename=rename or None, strict=runner.init_strict)
+    misshapen = () if runner.init_strict else misshapen_leaves(objects, leaves, rename)
+    result = load(objects, rename=rename or None, strict=runner.init_strict, exclude=misshapen)
+    if not result.loaded:
+        raise UsageError(f"no leaf of {source} in {name} fits {target}, so nothing would be loaded")
+    taken = WarmStart(name, result.loaded, result.missing, result.unexpected, misshapen)
+    if result.missing or result.unexpected or misshapen:
+        warn(f"runner.{runner.name}: {taken}", stacklevel=2)
+    return taken
 
 
 def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | None]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import whole_epochs
 from torchrelay.errors import SaveFailedError, UnknownEpochError, UsageError
@@ -245,11 +246,20 @@ class Startup(Step):
         if where is None:
             return
 
+        def exact_epoch() -> str:
+            if Path(where).is_file():
+                return "last"
+            opened = open_checkpoint(where, epoch="last" if epoch is None else epoch)
+            return f"{opened.epoch},branch={opened.branch}"
+
         def warm_start() -> None:
+            peers = context.session.peers
+            chosen = decide(peers, "warm start", exact_epoch)  # the run there may be training
             for phase in context.phases.values():
-                load_weights(
-                    phase, context.settings, context.runner, where, "last" if epoch is None else epoch
-                )
+                found = load_weights(phase, context.settings, context.runner, where, chosen)
+                if peers.rank == 0:
+                    said = f"warm start: {len(found.loaded)} leaves of {found.upstream}"
+                    print_line(f"{context.runner_name} {phase.name}: {said}", required=False)
 
         context.job.init(warm_start)
 

@@ -234,6 +234,21 @@ def test_pdr_13_weights_by_prefix_rename_and_strictness(tmp_path):
         run(tmp_path, *words, "runner.train1.save_checkpoint_path=run2")
 
 
+def test_pdr_13_a_warm_start_without_strictness_says_what_it_takes_and_is_never_empty(tmp_path, capfd):
+    """PDR-13: with `init_strict: false` misfits are skipped by name; taking none is an error."""
+    save_blobs(
+        tmp_path / "old.safetensors",
+        {"net.line.weight": torch.ones(1, 9), "net.line.bias": torch.tensor([7.0]), "rest": torch.zeros(1)},
+    )
+    words = [f"runner.train1.init_model_path={tmp_path}/old.safetensors", "runner.train1.init_strict=false"]
+    with pytest.warns(UserWarning, match=r"of another form: a\.model\.line\.weight"):
+        run(tmp_path, *words, "runner.train1.init_prefix=net")
+    assert open_checkpoint(tmp_path / "run", 0).load_tensors("a.model.line.bias")["a.model.line.bias"] == 7
+    assert f"train1 a: warm start: 1 leaves of {tmp_path}/old.safetensors" in capfd.readouterr().out
+    with pytest.raises(StepFailedError, match=r"nothing would be loaded"):
+        run(tmp_path, *words, "runner.train1.init_prefix=rest", "runner.train1.save_checkpoint_path=run2")
+
+
 def test_pdr_15_devices_are_chosen_or_refused_with_the_reason(tmp_path, monkeypatch):
     """PDR-15: cpu, or the GPU of the local rank; demands that cannot be met are refused before anything."""
 

@@ -22,9 +22,8 @@ from torchrelay.checkpoint.format.names import LINEAGE, UPSTREAM, nearest
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.info import records_in
 from torchrelay.checkpoint.load.lookup import Below, choose, pattern_list
+from torchrelay.checkpoint.load.renaming import misshapen_leaves
 from torchrelay.checkpoint.state.checkpoint_set import forms_by_blob, made_of
-from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import spec_of
 from torchrelay.checkpoint.state.names import Kind, kind_of, submodule
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.checkpoint.storage.open import is_url
@@ -420,13 +419,7 @@ def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> Warm
         near = nearest(below.prefix, known)
         raise UsageError(f"init_from {source.name}: it has nothing below {below.prefix!r}{near}")
     exclude = pattern_list(start.exclude)
-    misshapen: dict[str, None] = {}
-    if not start.strict:
-        live = {leaf.name: spec_of(leaf) for leaf in leaves_of(objects)}
-        for leaf in source.checkpoint.leaves:
-            here, form = live.get(below.of(leaf.name)), (leaf.kind, leaf.dtype, leaf.shape)
-            if here is not None and (here.kind, here.dtype, here.shape) != form:
-                misshapen[here.name] = None
+    misshapen = () if start.strict else misshapen_leaves(objects, source.checkpoint.leaves, below)
     options: dict[str, Any] = {"strict": start.strict, "rename": below, "exclude": [*exclude, *misshapen]}
     try:
         result = source.checkpoint.load(objects, **options)
@@ -443,7 +436,7 @@ def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> Warm
             f"init_from {source.name}: no leaf of it matches {lacking}, so nothing would be loaded: map the "
             f"names with rename= (it has {there})"
         )
-    return WarmStart(source.name, result.loaded, result.missing, result.unexpected, tuple(misshapen))
+    return WarmStart(source.name, result.loaded, result.missing, result.unexpected, misshapen)
 
 
 def _objects(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> dict[str, Any]:
