@@ -389,29 +389,25 @@ def put_in_parts(system: Any, name: str, file: IO[bytes], nbytes: int, patience:
                 raise StorageError(f"the staged file ends at byte {begin + len(data)}: try again")
             tags[number] = ask("upload_part", UploadId=upload, PartNumber=number, Body=data)["ETag"]
 
+    def complete() -> None:  # a repeated request fails if the first one succeeded
+        parts = {"Parts": [{"PartNumber": number, "ETag": tags[number]} for number in numbers]}
+        try:
+            system.call_s3(
+                "complete_multipart_upload", Bucket=bucket, Key=key, UploadId=upload, MultipartUpload=parts
+            )
+        except Exception as error:
+            with suppress(Exception):
+                if size_of(system, name) == nbytes:
+                    return
+            raise error
+
     try:
         share(send, numbers, PARTS_AT_A_TIME, name="torchrelay-parts")
-        parts = [{"PartNumber": number, "ETag": tags[number]} for number in numbers]
-        persistently(lambda: _complete(system, name, nbytes, upload, parts), patience)
+        persistently(complete, patience)
     except BaseException:
         with suppress(Exception):
             system.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
         raise
-
-
-def _complete(system: Any, name: str, nbytes: int, upload: str, parts: list[dict[str, Any]]) -> None:
-    """Complete an upload; a repeated request fails if the first one succeeded."""
-    bucket, key, _ = system.split_path(name)
-    try:
-        system.call_s3(
-            "complete_multipart_upload",
-            Bucket=bucket, Key=key, UploadId=upload, MultipartUpload={"Parts": parts},
-        )  # fmt: skip
-    except Exception as error:
-        with suppress(Exception):
-            if size_of(system, name) == nbytes:
-                return
-        raise error
 
 
 class StagedFile:

@@ -93,38 +93,35 @@ def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
         if guess.leads:
             storage.replace(name, b"seen\n")
 
+    def look(until: float) -> list[int | str | bool]:
+        start = f".probe-{nonce}-"
+        names = [name.removeprefix(start) for name in storage.list("") if name.startswith(start)]
+        probes = sorted(int(name) for name in names if name.isdigit())
+        return [*leaders_seen(probes, guess.leader_of[peers.rank]), time.monotonic() > until]
+
     try:
         together(peers, "write to the local directory", lambda: write(mine))
         # Again after all have written: a network file system refreshes its cache after a local change.
         together(peers, "write to the local directory again", lambda: write(f"{mine}.again"))
-        return _agreed(peers, storage, guess, nonce)
+        until = time.monotonic() + SEEN_WITHIN_SECS
+        while True:
+            looks = together(peers, "local directories seen", lambda: look(until))
+            blind = blind_ranks([(least, digest, count) for least, digest, count, _ in looks], guess.leaders)
+            if not blind:
+                return Places(tuple(one[0] for one in looks), peers.rank)
+            if looks[0][-1]:
+                more = f" and {len(blind) - 8} more" if len(blind) > 8 else ""
+                raise UsageError(
+                    f"the local directory {storage.url} is not the one that rank "
+                    f"{', '.join(map(str, blind[:8]))}{more} sees there: give the ranks of a host one shared "
+                    "directory"
+                )
+            time.sleep(0.05)
     finally:
         if guess.leads:
             with suppress(RelayError):
                 storage.delete(mine)
                 storage.delete(f"{mine}.again")
-
-
-def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places:
-    until, start = time.monotonic() + SEEN_WITHIN_SECS, f".probe-{nonce}-"
-
-    def look() -> list[int | str | bool]:
-        names = [name.removeprefix(start) for name in storage.list("") if name.startswith(start)]
-        probes = sorted(int(name) for name in names if name.isdigit())
-        return [*leaders_seen(probes, guess.leader_of[peers.rank]), time.monotonic() > until]
-
-    while True:
-        looks = together(peers, "local directories seen", look)
-        blind = blind_ranks([(least, digest, count) for least, digest, count, _ in looks], guess.leaders)
-        if not blind:
-            return Places(tuple(one[0] for one in looks), peers.rank)
-        if looks[0][-1]:
-            few = ", ".join(map(str, blind[:8])) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
-            raise UsageError(
-                f"the local directory {storage.url} is not the one that rank {few} sees there: give the "
-                "ranks of a host one shared directory"
-            )
-        time.sleep(0.05)
 
 
 LeadersSeen = tuple[int, str, int]

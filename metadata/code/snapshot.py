@@ -466,7 +466,9 @@ def main_script() -> Script | None:
     if not isinstance(file, str):
         return None
     path = Path(file).resolve()
-    if not path.is_file() or _is_installed(path):
+    # An installed program, such as a test runner, also of another environment.
+    installed = any(path.is_relative_to(place) for place in (*_installations(), *_OWN))
+    if not path.is_file() or installed or not _PACKAGES.isdisjoint(path.parts):
         return None
     depth = spec.name.count(".") if spec is not None else 0
     if depth >= len(path.parents):
@@ -479,12 +481,6 @@ def main_script() -> Script | None:
         shared.add(Path.home().resolve())
     alone = len(folder.parts) <= _TOO_WIDE or folder in shared
     return Script(Root("", folder, (name,) if alone else None), name)
-
-
-def _is_installed(path: Path) -> bool:
-    """Return True for installed programs, such as test runners."""
-    of_others = not _PACKAGES.isdisjoint(path.parts)  # also of another environment
-    return of_others or any(path.is_relative_to(place) for place in (*_installations(), *_OWN))
 
 
 @cache
