@@ -379,6 +379,15 @@ def test_state_of_all_parameters_together_is_refused_where_it_cannot_fit(tmp_pat
     assert next(iter(optimizer.state.values()))["n_iter"] == 1
 
 
+def test_state_of_all_parameters_together_needs_their_order(tmp_path: Path) -> None:
+    """A resumed LBFGS of reordered parameters would begin without its history, so it is refused."""
+    model = make(0.25, body=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    optimizer = torch.optim.LBFGS(list(model.parameters())[::-1])
+    train_with_lbfgs(tmp_path, 1, 2)
+    with pytest.raises(BlobError, match="another order than in the checkpoint"):
+        open_checkpoint(tmp_path, 1).load({"model": model, "optimizer": optimizer})
+
+
 class LooksLikeOne:
     """An object with an optimizer, and a state that has an optimizer's keys and other things below."""
 

@@ -72,7 +72,7 @@ def draft_optimizer(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None
     members = _members(draft, blob, optimizer, groups, added)
     if members is None:
         return
-    _Load(draft, blob, optimizer, members, added).plan()
+    _Load(draft, blob, optimizer, members, added).plan(groups[0])
 
 
 def draft_shared_parameters(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None:
@@ -155,13 +155,14 @@ class _Load:
         self._orders = {key: None if spec is None else spec.order for key, spec in stored.items()}
         self._as_torch = steps_as_torch(self.local)
 
-    def plan(self) -> None:
+    def plan(self, first: list[str]) -> None:
+        """Plan all; `first` are the stored names of the parameters in the first group."""
         self._contents()
         rest_name = shared_name(self.blob)  # state that belongs to no parameter
         spec = self.draft.take(rest_name) if rest_name in self.draft.specs else None
         shared: Builder = (lambda device: {}) if spec is None else LeafValue(self.draft, spec)
         if isinstance(self.local, LBFGS):
-            self._check_joint_state()
+            self._check_joint_state(first)
         if self.draft.kept or self.draft.options.cast is not None:
             # Raise for a partial exclusion of a parameter's state, and let state follow its type.
             prefix = state_prefix(self.blob)
@@ -192,8 +193,8 @@ class _Load:
         self.draft.note_rest(self.blob)
         self.draft.steps.append((self.blob, lambda: self._install(groups, state, shared)))
 
-    def _check_joint_state(self) -> None:
-        """LBFGS keeps one vector for all parameters, under the first: it depends on all of them."""
+    def _check_joint_state(self, order: list[str]) -> None:
+        """LBFGS keeps one vector for all parameters, under the first: it depends on all, and their order."""
         begun = self._beginning(state_prefix(self.blob))
         if any(matches_any(name, self.draft.options.excluded) for name in self.members):
             self.draft.left_out += [spec.name for spec in begun if self.draft.find(spec.name)]
@@ -204,6 +205,11 @@ class _Load:
         if stored is not None and stored.shape not in ((), (size,)):
             self.draft.unlike(
                 f"{self.blob} is an LBFGS of {size} elements here, of {stored.shape[0]} in the checkpoint"
+            )
+        elif stored is not None and [*self.members] != order:
+            self.draft.unlike(
+                f"{self.blob} is an LBFGS of parameters in another order than in the checkpoint, where "
+                f"{order[0]} is the first, and its state depends on that order"
             )
 
     def _contents(self) -> None:
