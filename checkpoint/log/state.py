@@ -216,8 +216,8 @@ def committed(state: State, entry: CommittedPosition) -> State:
     line = line_of(state, state.current)
     if line and line[-1].position >= entry.position:
         raise UsageError(
-            f"epoch {entry.position} cannot be committed after epoch {line[-1].position} "
-            f"on branch {state.current}: rewind to an earlier epoch first"
+            f"epoch {entry.position} cannot be saved after epoch {line[-1].position}, the newest one: begin "
+            "at start.epoch + 1, where start = resume()"
         )
     missing = [name for name in entry.needs if name not in state.tries]
     if missing:

@@ -221,3 +221,11 @@ def test_a_loss_with_its_graph_is_a_metric(tmp_path: Path, recwarn: pytest.Warni
     finally:
         torch.set_warn_always(False)
     assert not recwarn.list
+
+
+def test_an_epoch_that_is_saved_already_names_where_to_begin(tmp_path: Path) -> None:
+    """As where a cell of a notebook is run again, whose loop begins at 1."""
+    with Checkpointer(tmp_path, {"state": {}}) as ckpt:
+        ckpt.save(2)
+        with pytest.raises(UsageError, match=r"epoch 1 .* after epoch 2, .*: begin at start\.epoch \+ 1"):
+            ckpt.save(1)
