@@ -322,6 +322,8 @@ class Parser(argparse.ArgumentParser):
         if word.startswith("-"):
             options = [name for action in self._actions for name in action.option_strings]
             self.error(f"{self._verb} has no option {word}{_meant(word, options)}")
+        if word != left[0] and any(action.dest == "overrides" for action in self._actions):
+            self.error(f"unexpected argument {left[0]!r}: write -o {left[0]}")
         takes = " ".join(str(action.metavar or action.dest) for action in self._get_positional_actions())
         self.error(f"unexpected argument {left[0]!r}: {self._verb} takes {takes or 'only options'}")
 

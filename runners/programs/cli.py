@@ -212,6 +212,8 @@ def load_and_perform(target: str, request: VerbRequest) -> None:
         raise UsageError(
             f"invalid {target}: expected the script {module} without a class, or package.module:Class"
         )
+    if "=" in target:
+        raise UsageError(f"unexpected argument {target!r}: write -o {target}")
     if not (colon and name and all(part.isidentifier() for part in module.split("."))):
         raise UsageError(f"invalid program {target!r}: expected script.py or package.module:Class")
     from torchrelay.runners.programs.program import Program

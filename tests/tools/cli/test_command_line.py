@@ -279,6 +279,8 @@ def test_a_damaged_log_is_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
             2,
             "unexpected argument '2': verify takes RUN[@EPOCH] (torchrelay verify --help)",
         ),
+        (["run", "-m", "c.yaml", "seed=3"], 2, "unexpected argument 'seed=3': write -o seed=3"),
+        (["train", "-m", "c.yaml", "seed=3"], 2, "unexpected argument 'seed=3': write -o seed=3"),
         (["ckpt", "verify", "{run}", "--level", "header"], 2, "choose from"),
         (["ls"], 2, "required: RUN_OR_RUNS (torchrelay ls --help)"),
     ],
