@@ -352,6 +352,8 @@ class Unsaved:
         self._looked_at_patterns = selection.everything
         self._warned_names: set[str] = set()
         self._warned_optimizers = WeakSet[Optimizer]()
+        self._steps_before = {key: step.grads for key, step in STEPS.items()}
+        """The gradients of steps before this run, such as those of an earlier run of the process."""
         self._looked_at_parameters = False
         self._replaced = 0
         """Saves at which registered optimizers looked replaced."""
@@ -390,8 +392,9 @@ class Unsaved:
         unsaved: list[tuple[Optimizer, str]] = []
         replaced = None
         if STEPS:
-            known = self._warned_optimizers
-            unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), known))
+            known, before = self._warned_optimizers, self._steps_before
+            steps = [step for key, step in STEPS.items() if step.grads is not before.get(key)]
+            unsaved = list(unsaved_optimizers(steps, state.names, held, state.leaves.values(), known))
             replaced = replaced_optimizer(state.objects, state.names)
         self._warned_optimizers.update(optimizer for optimizer, _ in unsaved)
         texts = [

@@ -153,9 +153,13 @@ def _find_writers(optimizer: Optimizer, *_: Any) -> None:
 
 
 def unsaved_optimizers(
-    names: Mapping[int, str], held: Iterable[Any], leaves: Iterable[Leaf], known: Container[Optimizer]
+    steps: Iterable[LastStep],
+    names: Mapping[int, str],
+    held: Iterable[Any],
+    leaves: Iterable[Leaf],
+    known: Container[Optimizer],
 ) -> Iterator[tuple[Optimizer, str]]:
-    """Optimizers that stepped tensors of these names, are not `known`, and whose state is not saved.
+    """Optimizers of `steps` that train tensors of these names, are not `known`, and whose state is not saved.
 
     Yields each with one such name; the memory of a leaf has one, too, as in a `state_dict()` that is a blob.
     An object of `held` saves its own state; with a `state_dict` also that of optimizers among its attributes,
@@ -167,7 +171,7 @@ def unsaved_optimizers(
         if not isinstance(one, nn.Module | LRScheduler) and kind_of(one) is not Kind.OPTIMIZER:
             for value in getattr(one, "__dict__", {}).values():
                 saved.update(map(id, value if isinstance(value, list | tuple) else [value]))
-    for step in STEPS.values():
+    for step in steps:
         optimizer = step.optimizer()
         if optimizer is None or id(optimizer) in saved or optimizer in known:
             continue

@@ -171,6 +171,25 @@ class Deep:
         self.parts[0][0].load_state_dict(state["own"])
 
 
+def test_an_optimizer_of_an_earlier_run_of_the_process_is_not_told(tmp_path: Path) -> None:
+    """As where a script pretrains a model, and then trains it with another optimizer."""
+    model = nn.Linear(2, 1)
+    kept = []
+    with noted() as said:
+        for stage in ("pretrain", "finetune"):
+            optimizer = torch.optim.Adam(model.parameters())
+            kept.append(optimizer)
+
+            def epoch(_: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+            blobs = {"model": model, "optimizer": optimizer}
+            Trial(blobs, epochs=2, epoch=epoch).train(tmp_path / stage)
+    assert not [text for text in said if "is not a blob" in text]
+
+
 @pytest.mark.parametrize(
     "kind", ["unregistered", "behind a scheduler", "dicts", "registered", "inside", "stateless"]
 )
