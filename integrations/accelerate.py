@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchrelay.errors import UsageError, install_command
-from torchrelay.integrations.trainer_state import copied_generators, restore_generators
+from torchrelay.integrations.trainer_state import LoaderGenerators
 from torchrelay.jobs.data.data_parallel import bare_ddp_instances
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import warn
@@ -79,6 +79,8 @@ class AcceleratorCheckpointer(Checkpointer):
                 f"blob name {taken[0]!r} is reserved for a part of the Accelerator: use another name"
             )
         super().__init__(where, inner | own, **options)
+        for number, place in enumerate(self._places.values()):
+            self._job.blobs.add({f"generators_{number}": place.generators}, reshard="by_rank")
         if accelerator.num_processes > 2 and bare_ddp_instances():
             warn(
                 "DistributedDataParallel regroups gradients after its first step, so on more than 2 ranks a "
@@ -147,7 +149,7 @@ class AcceleratorCheckpointer(Checkpointer):
             SaveFailedError: The save failed on at least one rank. Nothing is committed then.
         """
         for place in self._places.values():
-            place.within = step > 0
+            place.within = place.generators.within = step > 0
         super().save(epoch, step, metrics=metrics, asynchronous=asynchronous)
 
 
@@ -163,7 +165,7 @@ class LoaderPlace:
         self.within = False
         """True while the position to save is within an epoch."""
         self._begin: torch.Tensor | None = None
-        self._generators: dict[str, Any] = {}
+        self.generators = LoaderGenerators(loader)
         self._left = False
 
     def batches(self) -> Iterator[Any]:
@@ -174,10 +176,13 @@ class LoaderPlace:
             streams = RandomStreams.capture()
             self._set_order(self._begin)
             loader.set_epoch(epoch)
-            source = skip_first_batches(loader, self.taken)
+            dispatched = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+            joined = dispatched and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+            counted = self.taken * (self._accelerator.num_processes if joined else 1)
+            source = skip_first_batches(loader, counted)
         else:
             self.taken, self._begin, source = 0, self._order(), loader
-            self._generators = copied_generators([loader])
+            self.generators.begin()
         for batch in source:
             if streams is not None:  # as it was when these batches had been fetched
                 streams.restore()
@@ -201,7 +206,6 @@ class LoaderPlace:
             "batch_size": self._batch_size,
             "own_generator": generator is not None,
             "order": order,
-            "generators": self._generators if within else copied_generators([self._loader]),
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
         }
 
@@ -226,17 +230,14 @@ class LoaderPlace:
         elif state["own_generator"] and self._generator is None and hasattr(sampler, "generator"):
             sampler.generator = torch.Generator()
         self._loader.iteration, self.taken, self._left = state["epoch"], taken, taken > 0
-        self._begin, self._generators = state["order"] if taken else None, state.get("generators", {})
-        restore_generators(self._generators, [self._loader])
+        self._begin = state["order"] if taken else None
         if not taken and self._generator is not None:
             self._set_order(state["order"])
 
     def _order(self) -> torch.Tensor:
         """Return the random state that the order of this epoch is drawn from, identical on all ranks."""
-        if self._generator is not None:
-            return self._generator.get_state()
-        state = torch.get_rng_state()
-        if self._accelerator.num_processes == 1:
+        state = (self._generator or torch.default_generator).get_state()
+        if self._generator is not None or self._accelerator.num_processes == 1:
             return state
         shared: torch.Tensor = broadcast(state.to(self._accelerator.device))
         return shared.cpu()
@@ -258,10 +259,8 @@ class LoaderPlace:
     @property
     def _batch_size(self) -> int:
         """Number of samples of a step over all ranks; 0 if unknown."""
-        loader, one = self._loader, getattr(self._loader.batch_sampler, "batch_size", None) or 0
-        dispatched = isinstance(loader, DataLoaderDispatcher)
-        if dispatched and not one:
-            one = loader.batch_size or 0
+        loader, dispatched = self._loader, isinstance(self._loader, DataLoaderDispatcher)
+        one = getattr(loader.batch_sampler, "batch_size", None) or (dispatched and loader.batch_size) or 0
         split = getattr(loader if dispatched else loader.batch_sampler, "split_batches", False)
         return int(one) if split else int(one) * self._accelerator.num_processes
 

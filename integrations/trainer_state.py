@@ -71,6 +71,31 @@ def _generators(loaders: Iterable[Any]) -> Iterator[tuple[str, Any]]:
                     pending.append((f"{path}.{name}", value))
 
 
+# accelerate
+
+
+class LoaderGenerators:
+    """The generators of a loader on this rank: now, or `within` an epoch as they were when it began."""
+
+    within = False
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._begun = loader, dict[str, Any]()
+
+    def begin(self) -> None:
+        """Note that an epoch begins."""
+        self._begun = copied_generators([self._loader])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies."""
+        return self._begun if self.within else copied_generators([self._loader])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the generators."""
+        self._begun = state
+        restore_generators(state, [self._loader])
+
+
 # Lightning
 
 

@@ -60,6 +60,7 @@ def samples(done: Finished) -> dict[tuple[str, str], list[str]]:
         (2, "2.8", ["--every", "4", "--seedable"]),
         (1, "2.5", ["--every", "3"]),
         (2, "2.5", ["--every", "3", "--sharded"]),
+        (2, "2.5", ["--every", "3", "--dispatch"]),
     ],
 )
 def test_a_killed_rank_is_resumed_exactly(ranks: int, kill: str, options: list[str], tmp_path: Path) -> None:

@@ -26,12 +26,15 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--dispatch", action="store_true")
     given = parser.parse_args()
     set_seed(3)
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=2,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=given.seedable),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=given.seedable, dispatch_batches=given.dispatch or None
+        ),
     )
     if given.sharded:  # FSDP 2. accelerate refuses it on CPUs, where torch can do it
         accelerator.state.distributed_type = DistributedType.FSDP
