@@ -9,7 +9,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
@@ -60,6 +60,7 @@ from torchrelay.runners.programs.command_context import BaseCommand, ConfigComma
 from torchrelay.runners.programs.program import Program, ProgramCommand
 from torchrelay.runners.programs.run_selection import choose_to_use
 from torchrelay.runners.session.local import current_or_new_session
+from torchrelay.runners.session.steps import naming
 
 
 @dataclass(frozen=True)
@@ -276,15 +277,13 @@ def evaluate(command: ProgramCommand) -> int:
         _refuse_to_replace(work, [command.origin.file], ())
         used = _chosen(command, work, peers)
         program = _loaded(command, used)
-        own = work[peers.rank :: peers.size]
 
-        def evaluate_own() -> None:
-            for path, out in own:
+        def evaluate_one(path: Path, out: Path) -> None:
+            with naming(f"evaluation of {path}", f"rank {peers.rank}"):
                 result = program.eval(path)
-                publish(out, partial(program.store_result, result), overwrite=True)
+            publish(out, partial(program.store_result, result), overwrite=True)
 
-        together(peers, "evaluation", evaluate_own)
-        _finish(command, used, work, own)
+        _evaluate_all(command, used, work, peers, evaluate_one)
     return 0
 
 
@@ -314,8 +313,21 @@ def _chosen(command: BaseCommand, work: Work, peers: Peers) -> Used:
     return used
 
 
-def _finish(command: BaseCommand, used: Used, work: Work, own: Work) -> None:
-    _note(used.path, command.contents_of((out for _, out in own), written=True))
+def _evaluate_all(
+    command: BaseCommand, used: Used, work: Work, peers: Peers, evaluate_one: Callable[[Path, Path], None]
+) -> None:
+    """Evaluate this rank's share of the files; results do not count as source, even if a later file fails."""
+    done: list[Path] = []
+
+    def evaluate_own() -> None:
+        for path, out in work[peers.rank :: peers.size]:
+            evaluate_one(path, out)
+            done.append(out)
+
+    try:
+        together(peers, "evaluation", evaluate_own)
+    finally:
+        _note(used.path, command.contents_of(done, written=True))
     say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {command.request.paths[-1]}")
 
 
@@ -421,21 +433,18 @@ def evaluate_configuration(command: ConfigCommand) -> int:
         (phase,) = context.phases.values()
         peers = context.session.peers
         together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
-        own = work[peers.rank :: peers.size]
+        phase.model.eval()
 
-        def evaluate_own() -> None:
-            phase.model.eval()
-            for path, out in own:  # one row per sample, in order
-                loader: Any = Network().build_loader(context, phase.keys, _of(dataset, path))
-                result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
-                with torch.no_grad(), result.part() as part:
-                    for batch in loader.placed(0, 1):
-                        write_rows(phase, batch, phase.model(moved_batch(batch, context.device)), part)
-                result.merge({})
-                result.close()
+        def evaluate_one(path: Path, out: Path) -> None:  # one row per sample, in order
+            loader: Any = Network().build_loader(context, phase.keys, _of(dataset, path))
+            result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
+            with torch.no_grad(), result.part() as part:
+                for batch in loader.placed(0, 1):
+                    write_rows(phase, batch, phase.model(moved_batch(batch, context.device)), part)
+            result.merge({})
+            result.close()
 
-        together(peers, "evaluation", evaluate_own)
-        _finish(command, used, work, own)
+        _evaluate_all(command, used, work, peers, evaluate_one)
     return 0
 
 

@@ -176,6 +176,19 @@ def test_flm_5_eval_writes_whole_files_without_gradients(script: Script, tmp_pat
     assert len(list((tmp_path / "two").iterdir())) == 2
 
 
+def test_flm_5_a_file_that_fails_is_named_and_earlier_results_are_no_source(
+    script: Script, tmp_path: Path
+) -> None:
+    """FLM-5: of several files the one that fails is named; results written before it change no code."""
+    script("train", "--max-epochs", "1")
+    (tmp_path / "a.txt").write_text("1 2")
+    (tmp_path / "b.txt").write_text("1 2 3")
+    failed = script("eval", "a.txt", "b.txt", "source/out")
+    assert failed.rc == 1 and "evaluation of b.txt failed" in failed.err
+    assert (tmp_path / "source/out/a.txt.json").exists()
+    assert script("eval", "a.txt", "out.json").rc == 0
+
+
 def test_flm_5_bad_paths_end_it_before_the_model_is_made(script: Script, tmp_path: Path) -> None:
     """FLM-5: a missing IN, an OUT that cannot be: code 2 before the model; a failed result leaves no file."""
     script("train", "--max-epochs", "1")
