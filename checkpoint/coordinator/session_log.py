@@ -218,13 +218,14 @@ class Ledger:
             refuse_local(self.storage)
         return self._take_log(self.storage)
 
-    def _take_log(self, storage: Storage) -> LogWriter:
+    def _take_log(self, storage: Storage, *, follows: bool = False) -> LogWriter:
         return LogWriter.take(
             storage,
             self.job_name,
             launch=self.launch,
             patience_secs=self.takeover_secs,
             when_fenced=self.when_fenced,
+            follows=follows,
         )
 
     def _check_exclusion(self) -> None:

@@ -20,14 +20,14 @@ from threading import Event, Thread
 from typing import cast
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.names import DATA
+from torchrelay.checkpoint.format.names import ATTEMPT_NAME, DATA
 from torchrelay.checkpoint.format.position import State
 from torchrelay.checkpoint.log.chain import OvertakenError, RecordDraft, Tail, append, mended, read_tail
 from torchrelay.checkpoint.log.record import JOB_PATH, LOG, JobFile, check_job, encode_job
 from torchrelay.checkpoint.log.state import restore
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Leftovers, Storage, Unfinished
-from torchrelay.errors import DirectoryInUseError, StorageError
+from torchrelay.errors import DirectoryInUseError, NoProvableEpochError, StorageError
 from torchrelay.records import Json, dataclass
 
 _GONE_STATES = frozenset("ZX")
@@ -278,6 +278,7 @@ def take_over(
     *,
     live_here: Container[str],
     patience_secs: float,
+    follows: bool,
 ) -> tuple[Tail, frozenset[str]]:
     """Append our takeover, after watching the holder if it may be alive.
 
@@ -285,11 +286,18 @@ def take_over(
     never be committed any more.
 
     Raises UsageError for the log of another job than `job_name`, DirectoryInUseError, naming the holder, if
-    it is alive, or if others are always faster.
+    it is alive, or if others are always faster, and NoProvableEpochError for epochs without their log, unless
+    this one `follows` another.
     """
     holder: Mapping[str, Json] = {}
     for _ in range(_ATTEMPTS):
+        older_attempts = frozenset(storage.list(DATA))  # before the log, whose first record precedes them
         tail = read_tail(storage, job)
+        if tail.view.slot < 0 and not follows and any(map(ATTEMPT_NAME.fullmatch, older_attempts)):
+            raise NoProvableEpochError(
+                f"{storage.url}/{DATA} has epochs, but the log that lists them is missing: "
+                f"restore {storage.url}/{LOG} from a copy, or choose another directory"
+            )
         check_job(storage, tail.job, job_name)
         holder = tail.view.state.holder
         verdict = judge(tail.view, me, certain=not tail.stepped_back, live_here=live_here)
@@ -300,7 +308,6 @@ def take_over(
         storage.mkdir(LOG)
         storage.mkdir(DATA)
         storage.sync_dir("")
-        older_attempts = frozenset(storage.list(DATA))
         # Temporary files: of a crashed writer, or of one, or a guest, that is writing now. Their targets are
         # older than this takeover, whose slot exists then, so no record is lost with them; a live guest
         # writes its file again (`LocalStorage`).

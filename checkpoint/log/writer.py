@@ -164,6 +164,7 @@ class LogWriter:
         patience_secs: float = PATIENCE_SECS,
         period_secs: float = PERIOD_SECS,
         when_fenced: WhenFenced | None = None,
+        follows: bool = False,
     ) -> LogWriter:
         """Become the writer of the job's directory, which is created if necessary.
 
@@ -173,7 +174,8 @@ class LogWriter:
 
         Raises UsageError for a directory of another job; DirectoryInUseError if its writer is alive (its
         counter moved within `patience_secs`) or is another one of this process; DamagedError or FormatError
-        for a log that cannot be trusted or read; StorageError if it cannot be written.
+        for a log that cannot be trusted or read; StorageError if it cannot be written; NoProvableEpochError
+        for epochs without a log, unless this one `follows` another log, which may list them.
         """
         job = begin_job(storage, job_name)
         writer = cls(storage, identity or WriterIdentity.here(job.name, launch=launch))
@@ -189,6 +191,7 @@ class LogWriter:
                 writer.nonce,
                 live_here=_LIVE,
                 patience_secs=patience_secs,
+                follows=follows,
             )
             writer._begin(period_secs)
         except BaseException:

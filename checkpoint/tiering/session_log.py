@@ -81,7 +81,7 @@ class TierLedger(Ledger):
         remote_writer = self._take_log(remote)
         untouched = hosts.notes_of(self.storage).made(before) and before.slot + 1 == remote_writer.generation
         try:
-            writer = self._take_log(local)
+            writer = self._take_log(local, follows=True)
             try:
                 self._reconcile(writer, remote_writer, untouched=untouched)
             except BaseException:

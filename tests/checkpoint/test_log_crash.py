@@ -30,6 +30,7 @@ def story(storage, states):
         states[-1] = (writer.view.state.entries, writer.view.state.entries)
 
     writer = take(storage)
+    fill(storage, 3)
     try:
         for epoch in range(3):
             step(lambda epoch=epoch: writer.commit(entry(epoch)))
@@ -44,7 +45,6 @@ def story(storage, states):
 
 def changing_verbs():
     storage = MemoryStorage()
-    fill(storage, 3)
     story(storage, [])
     return storage.changes
 
@@ -52,7 +52,6 @@ def changing_verbs():
 def every_state():
     """The lists of entries that the story passes through, in order."""
     storage, states = MemoryStorage(), []
-    fill(storage, 3)
     story(storage, states)
     return [(), *[after for _, after in states]]
 
@@ -67,7 +66,6 @@ def test_a_crash_anywhere_leaves_the_old_state_or_the_new_one(how, power_cut):
     fired = 0
     for at in range(changing_verbs()):
         storage, states = MemoryStorage(fault=Fault(at, how)), []
-        fill(storage, 3)
         try:
             story(storage, states)
         except (CrashError, StorageError):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from log_helpers import MemoryStorage, entry, take
 
+from torchrelay.checkpoint.format.names import attempt_directory
 from torchrelay.checkpoint.format.position import State
 from torchrelay.checkpoint.log import chain as log_append
 from torchrelay.checkpoint.log import lease
@@ -20,7 +21,7 @@ from torchrelay.checkpoint.log.lease import Right, WriterIdentity, judge, proces
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.errors import DirectoryInUseError
+from torchrelay.errors import DirectoryInUseError, NoProvableEpochError
 
 HOLD = """
 import sys
@@ -224,3 +225,19 @@ def test_a_live_counter_moves_and_a_closed_one_stands():
     last = storage.files["writer.json"]
     time.sleep(0.05)
     assert storage.files["writer.json"] == last
+
+
+def test_epochs_whose_log_is_gone_are_kept():
+    """A lost log is never begun again: the new one would take the epochs for leftovers and delete them."""
+    storage = MemoryStorage()
+    writer = take(storage)
+    writer.commit(entry(1))
+    writer.release()
+    path = f"{attempt_directory(entry(1).attempt_name)}/manifest.json"
+    storage.files[path] = b"{}"
+    copy = {name: storage.files.pop(name) for name in [*storage.files] if name.startswith("log/")}
+    with pytest.raises(NoProvableEpochError, match="restore memory"):
+        take(storage)
+    assert path in storage.files
+    storage.files.update(copy)
+    assert take(storage).view.epochs() == (1,)
