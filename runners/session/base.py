@@ -401,13 +401,18 @@ class SessionBase(Managed):
     def begin(self, state: RunState) -> None:
         """Start a run, whose `state` is seen in `ctx`. Raises NotAllowedNowError during another run."""
         self._check_open()
-        if is_forked(self):
-            raise NotAllowedNowError(
-                f"this session belongs to process {self.process}, which forked this one: create a new one"
-            )
+        self.check_process()
         if self._training:
             raise NotAllowedNowError("this session is already training: wait for the other train call")
         self._training, self.run_state = True, state
+
+    def check_process(self) -> None:
+        """Raise NotAllowedNowError in a forked process, which must not write or wait for its parent."""
+        if is_forked(self):
+            raise NotAllowedNowError(
+                f"this session belongs to process {self.process}, which forked this one: "
+                "end a forked process with os._exit, or create a new session in it"
+            )
 
     def end(self) -> None:
         """End the run; the session may be used again."""

@@ -215,6 +215,7 @@ class Life:
                 self.capturing.begin()
                 self._begin_epoch()
                 yield self.state.epoch
+                self.session.check_process()
                 self.state.leave_epoch()
                 self.capturing.finish(self.journal)
                 self._verdict = verdict = self._end_epoch()

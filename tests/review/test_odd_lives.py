@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from torchrelay import (
+    Context,
     Job,
     JobRunner,
     LocalSession,
@@ -27,7 +28,7 @@ from torchrelay import (
 from torchrelay.checkpoint.log.lease import WriterIdentity
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.errors import FencedError, RelayError, StorageError, UsageError
+from torchrelay.errors import FencedError, NotAllowedNowError, RelayError, StorageError, UsageError
 
 
 @pytest.fixture
@@ -280,3 +281,27 @@ def test_resume_with_other_nodes_is_refused_or_right(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="count"):
         JobRunner(job("a", "c"), tmp_path / "run").train(LocalSession())
     assert JobRunner(job("a", "b"), tmp_path / "run").train(LocalSession()) == 3
+
+
+def test_a_forked_process_that_leaves_its_task_is_stopped(tmp_path: Path) -> None:
+    """A child that goes on as its parent writes nothing: notes and metrics are those of the parent."""
+    parent, job = os.getpid(), Job("forked", blobs={"state": {}})
+
+    @job.epoch
+    def fork(ctx: Context) -> None:
+        ctx.log("loss", ctx.epoch)
+        if ctx.epoch == 1 and (child := os.fork()):
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    job.stop_when(max_epochs(3))
+    code = 1
+    try:
+        result = JobRunner(job, tmp_path).train()
+    except NotAllowedNowError:
+        code = 7
+    finally:
+        if os.getpid() != parent:
+            os._exit(code)
+    lines = [(tmp_path / name).read_text().splitlines() for name in ("metrics.0.jsonl", "events.0.jsonl")]
+    assert [json.loads(line)["epoch"] for line in lines[0]] == [1, 2, 3]
+    assert (result.status, [json.loads(line)["kind"] for line in lines[1]]) == ("FINISHED", ["start", "end"])
