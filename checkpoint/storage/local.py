@@ -93,8 +93,8 @@ def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
         errno.ENOSPC: "free some space",
         errno.EDQUOT: "raise the quota or free some space",
         errno.EROFS: "choose a writable place",
-        errno.EACCES: f"let uid {os.getuid()} write there",
-        errno.EPERM: f"let uid {os.getuid()} write there",
+        errno.EACCES: f"give uid {os.getuid()} access",
+        errno.EPERM: f"give uid {os.getuid()} access",
         errno.ENOTDIR: "a part of the path is a file: choose another place",
         errno.ENOENT: "its directory has disappeared: put it back",
     }.get(error.errno or 0, "")

@@ -401,18 +401,10 @@ class SessionBase(Managed):
     def begin(self, state: RunState) -> None:
         """Start a run, whose `state` is seen in `ctx`. Raises NotAllowedNowError during another run."""
         self._check_open()
-        self.check_process()
+        check_process(self)
         if self._training:
             raise NotAllowedNowError("this session is already training: wait for the other train call")
         self._training, self.run_state = True, state
-
-    def check_process(self) -> None:
-        """Raise NotAllowedNowError in a forked process, which must not write or wait for its parent."""
-        if is_forked(self):
-            raise NotAllowedNowError(
-                f"this session belongs to process {self.process}, which forked this one: "
-                "end a forked process with os._exit, or create a new session in it"
-            )
 
     def end(self) -> None:
         """End the run; the session may be used again."""
@@ -448,6 +440,15 @@ class SessionBase(Managed):
 def is_forked(session: SessionBase) -> bool:
     """Return True if this process was forked off the session's process."""
     return session.process != os.getpid()
+
+
+def check_process(session: SessionBase) -> None:
+    """Raise NotAllowedNowError in a forked process, which must not write or wait for its parent."""
+    if is_forked(session):
+        raise NotAllowedNowError(
+            f"this session belongs to process {session.process}, which forked this one: "
+            "end a forked process with os._exit, or create a new session in it"
+        )
 
 
 @contextmanager

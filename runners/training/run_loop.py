@@ -26,7 +26,7 @@ from torchrelay.jobs.random import current_seed
 from torchrelay.jobs.runtime import undivided
 from torchrelay.jobs.session import decide, together
 from torchrelay.runners.session import stop
-from torchrelay.runners.session.base import SessionBase, is_forked
+from torchrelay.runners.session.base import SessionBase, check_process, is_forked
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict
 from torchrelay.runners.session.stop_requests import (
@@ -215,7 +215,7 @@ class Life:
                 self.capturing.begin()
                 self._begin_epoch()
                 yield self.state.epoch
-                self.session.check_process()
+                check_process(self.session)
                 self.state.leave_epoch()
                 self.capturing.finish(self.journal)
                 self._verdict = verdict = self._end_epoch()
