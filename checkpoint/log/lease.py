@@ -296,7 +296,7 @@ def take_over(
         if tail.view.slot < 0 and not follows and any(map(ATTEMPT_NAME.fullmatch, older_attempts)):
             raise NoProvableEpochError(
                 f"{storage.url}/{DATA} has epochs, but the log that lists them is missing: "
-                f"restore {storage.url}/{LOG} from a copy, or choose another directory"
+                f"restore {storage.url}/{LOG} from a copy"
             )
         check_job(storage, tail.job, job_name)
         holder = tail.view.state.holder
