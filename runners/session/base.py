@@ -447,7 +447,7 @@ def check_process(session: SessionBase) -> None:
     if is_forked(session):
         raise NotAllowedNowError(
             f"this session belongs to process {session.process}, which forked this one: "
-            "end a forked process with os._exit, or create a new session in it"
+            "end a forked process with os._exit"
         )
 
 
