@@ -281,6 +281,8 @@ class _Flight:
         try:
             with self.clock.spent("stage"):
                 also() if self.stage is None else self.stage.copy(also)
+            if self.whole is not None and self.stage is not None and self.stage.changed:
+                self.stage.check()  # names the cause of the difference of replicas that may follow
         except Exception as error:
             self.failed = error
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupted_in
-from paired_sessions import PairedSession, paired_sessions
+from paired_sessions import PairedPeers, PairedSession, paired_sessions
 from ranks import on_ranks
 
 from torchrelay import MultiNodeCheckpointManager
 from torchrelay.checkpoint.save import pipeline as save_module
 from torchrelay.checkpoint.save import replicas
+from torchrelay.checkpoint.save.staging import StagedCopies
 from torchrelay.checkpoint.storage import work as workers
 from torchrelay.checkpoint.storage.work import beside
 from torchrelay.errors import SaveFailedError, StorageError
@@ -185,6 +186,32 @@ def test_a_comparison_that_a_failed_save_left_out_is_made_by_the_next(
     assert all("model.weight differs on trainer_1" in str(one) for one in run.save(11))
     run.save(12)
     assert run.epochs == [1, 12]
+
+
+def test_a_write_while_all_bytes_are_hashed_is_named_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An asynchronous save says what one rank wrote too early, and not that replicas differ."""
+    run = Run(tmp_path)
+    run.managers = [MultiNodeCheckpointManager(tmp_path, asynchronous=True) for _ in range(RANKS)]
+    for number, rank in enumerate(run.ranks):
+        optimizer = torch.optim.SGD(rank.layer.parameters())
+        rank.workspace(f"trainer_{number}").register(Blob("optimizer", optimizer), optimizer)
+    copy, weight = StagedCopies.copy, run.ranks[1].layer.weight.data
+
+    def written(stage: StagedCopies, also: Callable[[], None]) -> None:
+        if stage.late[0].source.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
+            weight.add_(1)
+        copy(stage, also)
+
+    monkeypatch.setattr(StagedCopies, "copy", written)
+    monkeypatch.setattr(PairedPeers, "apart", lambda peers: peers, raising=False)  # only the thread sends
+    for manager in run.managers:
+        manager.engine.ledger.in_run = True  # else a save returns when it is committed
+    assert run.save(1) == [None] * RANKS
+    for manager in run.managers:
+        (outcome,) = manager.settle()
+        assert "changed while being copied in the background" in str(outcome.error)
 
 
 def test_all_bytes_are_compared_where_any_rank_asks_for_it(tmp_path: Path) -> None:
