@@ -239,6 +239,7 @@ def _digest(leaf: Leaf, mode: Mode) -> str:
         return _hash(canonical_json.dumps(tensor.json))
     if leaf.alias_of is not None:
         return _hash(f"alias of {leaf.alias_of}".encode())
+    tensor = local_of(tensor)
     hashed = xxhash.xxh3_128(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
     sampled = mode is Mode.SAMPLES and leaf.role.value in _SAME_BY_CONSTRUCTION
     for piece in _samples(tensor, leaf.name) if sampled else [dtypes.stored_bytes(tensor, leaf.name)]:
