@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,7 @@ from ending_job import Start, start
 
 import torchrelay
 from torchrelay import Context, EpochLoader, Job, JobRunner, data_parallel, max_epochs
+from torchrelay.runners.session import stop_requests
 from torchrelay.runners.training.exit import run_and_leave
 
 
@@ -46,6 +48,7 @@ def told(one: Start) -> dict[str, Any]:
 
 def exact() -> None:
     """Play all points beside an undisturbed run."""
+    stop_requests._announced = deque(maxlen=0)  # each run stands for a process of its own
     session = torchrelay.init()
     folder = Path(sys.argv[2])
     runs = {"whole": [start(session, folder / "whole")]}

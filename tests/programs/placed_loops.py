@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torchrelay
 from torchrelay import Job, JobRunner, Node, max_epochs, max_steps
 from torchrelay.errors import UsageError
+from torchrelay.runners.session import stop_requests
 from torchrelay.runners.session.distributed import DistributedSession
 from torchrelay.runners.training.exit import run_and_leave
 
@@ -104,6 +105,7 @@ class Story:
 
 def main() -> None:
     """All cases, one after another."""
+    stop_requests._announced = deque(maxlen=0)  # each run stands for a process of its own
     torchrelay.seed(0)
     session = DistributedSession.from_env(timeout_secs=SECS)
     story = Story(session, Path(sys.argv[1]))
