@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from torchrelay.checkpoint.format.position import MAX_EPOCH, MAX_STEP, Facts, Position
 from torchrelay.checkpoint.log.record import LOG
@@ -39,6 +41,29 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.save.background import Background
     from torchrelay.jobs.session import Peers
     from torchrelay.jobs.workspace import Workspace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _alone(call: Callable[Concatenate[Checkpointer, P], T]) -> Callable[Concatenate[Checkpointer, P], T]:
+    """One call at a time: other threads wait, but a signal handler would wait for what it interrupts."""
+
+    @functools.wraps(call)
+    def alone(self: Checkpointer, /, *args: P.args, **options: P.kwargs) -> T:
+        with self._lock:
+            if self._calls:
+                raise NotAllowedNowError(
+                    f"{call.__name__} was called within another call of this Checkpointer: a signal handler "
+                    "sets a flag, and the loop calls it"
+                )
+            self._calls = True
+            try:
+                return call(self, *args, **options)
+            finally:
+                self._calls = False
+
+    return alone
 
 
 class Checkpointer:
@@ -98,11 +123,13 @@ class Checkpointer:
         self._workspaces: dict[str, Workspace] = {}
         """Its own, for others may use its session, and the same names, for other objects."""
         self._stack = ExitStack()
-        self._open = False
+        self._open = self._calls = False
+        self._lock = threading.RLock()
         weakref.finalize(self, _let_go, self._manager)  # a program may end without `close`
 
     # Resuming
 
+    @_alone
     def resume(self, epoch: int | None = None) -> Position | None:
         """Load the newest position that can be verified, or exactly this epoch.
 
@@ -125,7 +152,7 @@ class Checkpointer:
         ledger, peers = self._engine.ledger, session.peers
         with holding(session, self._workspaces), self._shown(session):
             _check_alike(peers, "resume", {"epoch": epoch})
-            self.wait()
+            self._wait()
             look = ledger.look(peers)
             if epoch is not None:
                 ledger.check(peers, epoch)
@@ -154,6 +181,7 @@ class Checkpointer:
 
     # Saving
 
+    @_alone
     def save(
         self,
         epoch: int,
@@ -194,7 +222,7 @@ class Checkpointer:
                     f"{self._manager.db_prefix} has checkpoints: call resume() before the first save"
                 )
             self._take_log(session)
-        self.wait()
+        self._wait()
         self._engine.background = self._background if asynchronous else None
         inside = MidEpochPosition(steps=position.step)
         places = places_json({place.name: inside for place in session.nodes}) if position.step else {}
@@ -202,8 +230,12 @@ class Checkpointer:
         with holding(session, self._workspaces), self._shown(session):
             session.run(self._manager.save(position))
 
+    @_alone
     def wait(self) -> None:
         """Return when the save in flight is committed; raises what kept it from that."""
+        self._wait()
+
+    def _wait(self) -> None:
         with self._shown(self._session):
             outcomes = list(self._manager.settle())
         for outcome in outcomes:
@@ -216,10 +248,11 @@ class Checkpointer:
         ledger, peers = self._engine.ledger, self._bound().peers
         return tuple(decide(peers, "epochs", lambda: ledger.view().epochs(), by=ledger.reader_of(peers)))
 
+    @_alone
     def close(self) -> None:
         """Wait for the save in flight, and let the directory go; the objects stay as they are."""
         try:
-            self.wait()
+            self._wait()
             if self._session is not None and self._open:
                 with holding(self._session, self._workspaces):
                     self._manager.finish(self._session)

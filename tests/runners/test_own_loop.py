@@ -468,6 +468,24 @@ def test_a_run_within_a_run_is_refused(tmp_path: Path) -> None:
     assert run.result.status == "FINISHED"
 
 
+def test_a_signal_handler_that_saves_within_a_save_is_refused(tmp_path: Path) -> None:
+    """It would wait for what it interrupts; the save goes on."""
+
+    class Interrupting:
+        def state_dict(self) -> dict[str, int]:
+            with pytest.raises(NotAllowedNowError, match="within another call"):
+                ckpt.save(2)
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    with Checkpointer(tmp_path, {"it": Interrupting()}) as ckpt:
+        ckpt.resume()
+        ckpt.save(1)
+        assert ckpt.epochs == (1,)
+
+
 def test_a_forked_process_saves_nothing(tmp_path: Path) -> None:
     """A child that goes on within the block, or ends there, leaves the run to its parent."""
     held = {"state": {"n": 0}}
