@@ -14,7 +14,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -27,7 +27,7 @@ from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.checkpoint.save.replicas import Mode, digests_of
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import Value
+from torchrelay.checkpoint.state.leaf import Value, is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.errors import BlobError, PartiallyLoadedError, StorageError, UsageError
 from torchrelay.jobs.blobs import Blob
@@ -345,7 +345,13 @@ def put_back(session: SessionBase, load: Callable[[], None]) -> Callable[[str, A
 def _contents(workspace: Workspace) -> dict[str, Any]:
     """Return digests and write counts of everything that may be saved; `.data` writes are not counted."""
     entries = workspace.entries()
-    leaves = leaves_of({name: one.value for name, one in entries.items() if one.origin is not Origin.LATER})
+    saved = {name: one.value for name, one in entries.items() if one.origin is not Origin.LATER}
+    leaves = [
+        replace(leaf, content=memory_of_shard(leaf.content))
+        if not isinstance(leaf.content, Value) and is_sharded(leaf.content)
+        else leaf
+        for leaf in leaves_of(saved)
+    ]
     digests = digests_of(leaves, Mode.SAMPLES)
     return {
         leaf.name: (digests[leaf.name], leaf.frozen)
