@@ -121,6 +121,7 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
             )
         self._held, self._saved, self._step = RandomStreams.capture(), position.epoch, position.step
         self._restore(trainer)
+        trainer.model.require_forward_param_sync = pl_module.automatic_optimization  # DDP's state
         self._gradients = [(one, one.grad) for one in pl_module.parameters()]  # Lightning clears them
         self._groups = [(one, [{**group} for group in one.param_groups]) for one in trainer.optimizers]
 

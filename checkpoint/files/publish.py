@@ -16,16 +16,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.log.lease import WriterIdentity, process_start
 from torchrelay.checkpoint.storage.base import PRIVATE
 from torchrelay.checkpoint.storage.local import LocalStorage, give_name
-from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at, shown
 from torchrelay.errors import DamagedError, FormatError, RelayError, StorageError, UsageError
 from torchrelay.jobs.runtime import check_target, local_directory
 from torchrelay.metadata.fs import sync_directory
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.storage.object_store import ObjectStorage
 
 Where = str | os.PathLike[str]
 _PIECE_BYTES = 32 << 20

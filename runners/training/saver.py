@@ -39,7 +39,6 @@ from torchrelay.jobs.session import Peers, decide, together, warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launcher import current_world, end_process, write_stderr_within
-from torchrelay.runners.distributed.world import is_consequence
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.session.run_state import RunState
@@ -369,6 +368,8 @@ def save_at_crash(
     any reader of safetensors), `init_model_path` and `ctx.load_blobs`. Each process writes alone, as others
     may wait in a collective; sharded tensors are left out and named.
     """
+    from torchrelay.runners.distributed.world import is_consequence
+
     theirs = not isinstance(error, RelayError) or isinstance(error, TaskFailedError)
     if not theirs or not isinstance(error, Exception) or is_consequence(error):
         return

@@ -78,8 +78,8 @@ print(float(model.net[0].weight.detach().abs().max()) < 7, int(model.net[1].num_
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "options",
-    [[], ["every_n_steps=2", "asynchronous=1"], ["every_n_steps=2", "sharded=2"]],
-    ids=["epochs", "steps", "sharded"],
+    [[], ["every_n_steps=2", "asynchronous=1"], ["every_n_steps=2", "sharded=2"], ["manual=1"]],
+    ids=["epochs", "steps", "sharded", "manual"],
 )
 def test_two_ranks_end_with_the_bits_of_an_undisturbed_run(options: list[str], tmp_path: Path) -> None:
     """A rank is killed within an epoch, the same command is given again, and the folder is read elsewhere."""
