@@ -32,7 +32,7 @@ from torchrelay.checkpoint.state.checkpoint_set import (
     select,
     used_patterns,
 )
-from torchrelay.checkpoint.state.flatten import ModuleStates, leaves_of, named_leaves
+from torchrelay.checkpoint.state.flatten import ModuleStates, classes_of, leaves_of, named_leaves
 from torchrelay.checkpoint.state.leaf import (
     MAIN_GROUP,
     Leaf,
@@ -48,7 +48,7 @@ from torchrelay.checkpoint.state.leaf import (
 from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import kind_of, local_part, memory_place, overlaps_of
 from torchrelay.checkpoint.state.restore.gradients import gradient_leaves
-from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, arrays_of, classes_of, rehearse
+from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, arrays_of, rehearse
 from torchrelay.checkpoint.state.steps import STEPS, replaced_optimizer, unsaved_optimizers
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope

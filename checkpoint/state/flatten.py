@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.format.dtypes import AT_ONCE
+from torchrelay.checkpoint.format.values import has_known_factory
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.module_leaves import (
     ModuleEntry,
@@ -226,3 +228,13 @@ def _add(leaves: Iterable[Leaf], found: dict[str, Leaf]) -> None:
                 "entries"
             )
         found[leaf.name] = leaf
+
+
+def classes_of(objects: Mapping[str, Any]) -> dict[str, type]:
+    """Blobs of classes that a load can only fill: dataclasses, and defaultdicts with a user's function."""
+    kinds = {one for one in set(map(type, objects.values())) if is_dataclass(one) or one is defaultdict}
+    return {
+        blob: type(one)
+        for blob, one in (objects.items() if kinds else ())
+        if type(one) in kinds and not (type(one) is defaultdict and has_known_factory(one))
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,16 @@ def test_workers_forked_in_the_first_step_do_not_disturb_the_record(tmp_path: Pa
     run(HELLO.replace("def train(ctx):\n", "def train(ctx):\n" + workers), tmp_path)
     (captured,) = captures(tmp_path / "runs/hello")
     assert captured["code"]["git"][""]["commit"]
+
+
+def test_a_save_and_a_resume_enter_few_files() -> None:
+    """The path of a save, and that of a resume, have as few files as the design says."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/entered.py")], capture_output=True, text=True, timeout=110,
+        env=clean_environment({"PYTHONPATH": str(ROOT / "src")}), check=True,
+    )  # fmt: skip
+    entered = {
+        kind: int(number) for kind, number in re.findall(r"^(save|resume): (\d+) files", done.stdout, re.M)
+    }
+    assert 0 < entered["save"] <= 45
+    assert entered["save"] < entered["resume"] <= 110

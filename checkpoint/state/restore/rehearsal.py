@@ -8,9 +8,8 @@ built when its `setup` ended, because the next one builds the same: a layer adde
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from torch.nn.parameter import is_lazy
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.names import LONGEST_NAME
 from torchrelay.checkpoint.format.shard.entries import form_of
-from torchrelay.checkpoint.format.values import has_known_factory
-from torchrelay.checkpoint.state.flatten import ModuleStates
+from torchrelay.checkpoint.state.flatten import ModuleStates, classes_of
 from torchrelay.checkpoint.state.leaf import (
     Leaf,
     LeafSpec,
@@ -196,16 +194,6 @@ def arrays_of(objects: Mapping[str, Any]) -> dict[str, str]:
     """Forms of numpy arrays among the blobs: a load fills them, and changes neither type nor shape."""
     arrays = ((blob, one) for blob, one in objects.items() if is_array(one))
     return {blob: f"an array of {one.dtype}{list(one.shape)}" for blob, one in arrays}
-
-
-def classes_of(objects: Mapping[str, Any]) -> dict[str, type]:
-    """Blobs of classes that a load can only fill: dataclasses, and defaultdicts with a user's function."""
-    kinds = {one for one in set(map(type, objects.values())) if is_dataclass(one) or one is defaultdict}
-    return {
-        blob: type(one)
-        for blob, one in (objects.items() if kinds else ())
-        if type(one) in kinds and not (type(one) is defaultdict and has_known_factory(one))
-    }
 
 
 def rehearse(
