@@ -432,7 +432,11 @@ def evaluate_configuration(command: ConfigCommand) -> int:
         context = built(command.config, replace(settings, dataset=datasets), runner, used.path, stack)
         (phase,) = context.phases.values()
         peers = context.session.peers
-        together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
+
+        def load() -> None:
+            load_weights(phase, context.settings, runner, used.path, used.name)
+
+        together(peers, "load", load)
         phase.model.eval()
 
         def evaluate_one(path: Path, out: Path) -> None:  # one row per sample, in order

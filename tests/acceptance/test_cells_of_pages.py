@@ -80,13 +80,13 @@ def test_what_is_missing_is_found() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_pages_have_one_form(name: str) -> None:
-    """Their program and ours, sections of its own, a table of words, and what is different, in this order."""
+    """Their program and ours, sections of its own, a list of words, and what is different, in this order."""
     page = read_page(name)
     assert page.ancestor.lower() == name
     assert (page.sections[0], *page.sections[-2:]) == (PROGRAM, WORDS, PURPOSE)
-    theirs, ours = page.labels
+    theirs, ours, words = page.labels
     assert theirs.startswith(page.ancestor) and ours.startswith("Here")
-    assert page.rows[0] == [page.ancestor, "here"]
+    assert words == f"{page.ancestor}'s words, and those here:"
     assert len(page.rows) > 10 and all(len(row) == 2 for row in page.rows)
     assert len(page.purpose) >= 4 and page.sentences
     head, _, rest = text_of(name).partition(f"## {PROGRAM}\n")

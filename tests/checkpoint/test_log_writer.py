@@ -100,7 +100,7 @@ def test_repeating_a_commit_writes_nothing():
 def test_epochs_rise_on_a_branch(epoch):
     """An epoch at or before the newest one of its branch is refused with the remedy."""
     writer = take(run_of(range(2)))
-    with pytest.raises(UsageError, match="rewind"):
+    with pytest.raises(UsageError, match="begin at start"):
         writer.commit(entry(epoch, nonce="abcdef"))
 
 

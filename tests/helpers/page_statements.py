@@ -8,6 +8,8 @@ from pathlib import Path
 
 GUIDES = Path(__file__).resolve().parents[2] / "docs/guides"
 PROGRAM, WORDS, PURPOSE = "A program, there and here", "Words", "What is different, on purpose"
+AFTER_WORD = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")
+"""A colon that is not in code."""
 
 
 @dataclass
@@ -19,7 +21,7 @@ class Page:
     labels: list[str] = field(default_factory=list)
     """What stands before their program and ours, as `Here:`."""
     rows: list[list[str]] = field(default_factory=list)
-    """The cells of its table, that of the heads first."""
+    """The words of its list, and what they are here."""
     purpose: list[str] = field(default_factory=list)
     """What is different on purpose."""
     sentences: list[str] = field(default_factory=list)
@@ -29,27 +31,31 @@ class Page:
 
     @property
     def words(self) -> list[str]:
-        """The first cell of each row."""
-        return [row[0] for row in self.rows[1:]]
+        """The words of the ancestor."""
+        return [row[0] for row in self.rows]
 
     def take(self, block: str) -> None:
         """Add what stands between two empty lines."""
-        lines, text = block.splitlines(), " ".join(block.split())
+        text = " ".join(block.split())
         section = self.sections[-1] if self.sections else ""
         if text.startswith("# "):
             self.ancestor = text.removeprefix("# From ")
         elif text.startswith("## "):
             self.sections.append(text.removeprefix("## "))
-        elif text.startswith("|"):
-            self.rows += [
-                [cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line[:2] != "|-"
-            ]
+        elif section == WORDS and text.startswith("- "):
+            self.rows += [AFTER_WORD.split(one, maxsplit=1) for one in _bullets(block)]
         elif section == PURPOSE:
-            self.purpose += [" ".join(one.split()) for one in re.split(r"(?:^|\n)- ", block) if one.strip()]
-        elif section == PROGRAM and text.endswith(":") and text.startswith((self.ancestor, "Here")):
+            self.purpose += _bullets(block)
+        elif (section == WORDS and text.endswith("here:")) or (
+            section == PROGRAM and text.endswith(":") and text.startswith((self.ancestor, "Here"))
+        ):
             self.labels.append(text)
         else:
             self.sentences += re.split(r"(?<=[.:])\s+(?=[A-Z`\[])", text)
+
+
+def _bullets(block: str) -> list[str]:
+    return [" ".join(one.split()) for one in re.split(r"(?:^|\n)- ", block) if one.strip()]
 
 
 def _comments(text: str) -> list[str]:

@@ -17,6 +17,7 @@ from weak_disk import WeakDisk
 from torchrelay.checkpoint.log import chain
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, delete_left
+from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import RelayError
 
@@ -99,5 +100,5 @@ def deleted_behind_damage():
 def test_nothing_is_an_orphan_while_damage_hides_a_part_of_the_log():
     """A try that only a damaged record names stays; without that rule the sweep takes it."""
     assert not deleted_behind_damage()
-    with patch.object(LogWriter, "certain", True):
+    with patch.object(LogView, "certain", True):
         assert deleted_behind_damage()

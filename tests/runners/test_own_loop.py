@@ -227,7 +227,7 @@ def test_misuse_is_said(tmp_path: Path) -> None:
         run.epochs(1)
     with pytest.raises(KeyError), Run(tmp_path / "failed", Training().blobs) as failed:
         raise KeyError
-    with Run(tmp_path / "unused", Training().blobs) as unused:
+    with pytest.warns(UserWarning, match="no loop"), Run(tmp_path / "unused", Training().blobs) as unused:
         pass
     for one in (failed, unused):
         with pytest.raises(NotAllowedNowError, match="or has failed"):
