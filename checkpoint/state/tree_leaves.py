@@ -210,15 +210,15 @@ def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> 
         name = f"{root}.{name.removeprefix(root) or 'value'}"
     candidate = name
     number = 2
-
-    def with_inner(tensor: torch.Tensor, name: str) -> list[str]:
-        inner = inner_tensors(tensor, name) if is_wrapper(tensor) else {}
-        return [name, *(one for key, part in inner.items() for one in with_inner(part, f"{name}.{key}"))]
-
-    while not taken.isdisjoint(names := with_inner(tensor, candidate)):
+    while not taken.isdisjoint(names := _with_inner(tensor, candidate)):
         candidate, number = f"{name}~{number}", number + 1
     taken.update(names)
     return candidate
+
+
+def _with_inner(tensor: torch.Tensor, name: str) -> list[str]:
+    inner = inner_tensors(tensor, name) if is_wrapper(tensor) else {}
+    return [name, *(one for key, part in inner.items() for one in _with_inner(part, f"{name}.{key}"))]
 
 
 def container_leaves(
