@@ -35,9 +35,9 @@ def _durability() -> Iterator[Bug]:
     yield Bug(
         "the header is written first",
         writer,
-        "    found = fill(handle, part, frame, seconds, writers)\n",
-        "    handle.write_at(0, memoryview(frame.filled(bytes(frame.digest_bytes))))\n"
-        "    found = fill(handle, part, frame, seconds, writers)\n",
+        "        found = fill(handle, part, frame, seconds, writers)\n",
+        "        handle.write_at(0, memoryview(frame.filled(bytes(frame.digest_bytes))))\n"
+        "        found = fill(handle, part, frame, seconds, writers)\n",
         ["tests/checkpoint/test_shard.py"],
     )
     yield Bug(
@@ -80,7 +80,7 @@ def _durability() -> Iterator[Bug]:
         storage,
         "                view, offset = view[written:], offset + written\n",
         "                view, offset = view[len(view) :], offset + written\n",
-        ["tests/fault_injection/test_chaos_trials.py", "-k", "errno and first"],
+        ["tests/checkpoint/test_direct_writes.py"],
     )
     yield Bug(
         "an error of a writing thread is swallowed",
@@ -219,11 +219,11 @@ def _retention() -> Iterator[Bug]:
     yield Bug(
         "prune deletes before the log says so",
         "checkpoint/coordinator/retention.py",
-        "    keeping.retire(writer, suspects, only_local(storage, before))\n",
-        "    from torchrelay.checkpoint.log.retention import delete_attempt\n\n"
-        "    for one in tuple(keeping.chosen(before, suspects)):\n"
-        "        delete_attempt(writer.storage, one)\n"
-        "    keeping.retire(writer, suspects, only_local(storage, before))\n",
+        "        keeping.retire(writer, suspects, only_local(storage, before))\n",
+        "        from torchrelay.checkpoint.log.retention import delete_attempt\n\n"
+        "        for one in tuple(keeping.chosen(before, suspects)):\n"
+        "            delete_attempt(writer.storage, one)\n"
+        "        keeping.retire(writer, suspects, only_local(storage, before))\n",
         ["tests/tools/cli/test_prune.py", "-k", "killed"],
     )
     yield Bug(

@@ -228,6 +228,21 @@ def test_a_short_direct_write_is_continued(tmp_path, direct_writes, monkeypatch,
     assert content == expected and calls.fired == 1
 
 
+def test_short_cached_writes_are_continued(tmp_path, monkeypatch):
+    """The same where all bytes go through the cache, and the system takes few of them at a time."""
+    entries = of_sizes([3000])
+    expected, _ = written(tmp_path, entries)
+    real, short = os.pwrite, []
+
+    def write_part(descriptor, data, offset):
+        short.append(len(data) > 77)
+        return real(descriptor, data[:77], offset)
+
+    monkeypatch.setattr(os, "pwrite", write_part)
+    content, _ = written(tmp_path, entries)
+    assert content == expected and any(short)
+
+
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_write_that_fails_in_any_thread_fails_all(tmp_path, direct_writes, monkeypatch, at, number):
