@@ -395,7 +395,7 @@ class Unsaved:
             known, before = self._warned_optimizers, self._steps_before
             steps = [step for key, step in STEPS.items() if step.grads is not before.get(key)]
             unsaved = list(unsaved_optimizers(steps, state.names, held, state.leaves.values(), known))
-            replaced = replaced_optimizer(state.objects, state.names)
+            replaced = replaced_optimizer(steps, state.objects, state.names)
         self._warned_optimizers.update(optimizer for optimizer, _ in unsaved)
         texts = [
             f"{type(optimizer).__name__}, which trains {name}, is not a blob: its state is not saved, "

@@ -185,8 +185,10 @@ def unsaved_optimizers(
             yield optimizer, name
 
 
-def replaced_optimizer(objects: Mapping[str, Any], names: Container[int]) -> str | None:
-    """Return the name of a registered optimizer that never stepped while another one, built alike, did.
+def replaced_optimizer(
+    steps: Iterable[LastStep], objects: Mapping[str, Any], names: Container[int]
+) -> str | None:
+    """Return the name of a registered optimizer that never stepped while one of `steps`, built alike, did.
 
     Then the program has built model and optimizer again. The other one is of the same class, and its tensors
     have the same shapes, but none of these `names`. None if any registered optimizer has stepped.
@@ -194,7 +196,7 @@ def replaced_optimizer(objects: Mapping[str, Any], names: Container[int]) -> str
     own = {name: one for name, one in objects.items() if isinstance(one, Optimizer)}
     if not own or any(id(part) in STEPS for one in own.values() for part in (one, local_part(one))):
         return None
-    others = [one for step in STEPS.values() if (one := step.optimizer()) is not None]
+    others = [one for step in steps if (one := step.optimizer()) is not None]
     strangers = [one for one in others if not any(key in names for key in _shapes(one))]
     for name, one in own.items():
         if any(

@@ -46,24 +46,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _alone(call: Callable[Concatenate[Checkpointer, P], T]) -> Callable[Concatenate[Checkpointer, P], T]:
+def _exclusive(call: Callable[Concatenate[Checkpointer, P], T]) -> Callable[Concatenate[Checkpointer, P], T]:
     """One call at a time: other threads wait, but a signal handler would wait for what it interrupts."""
 
     @functools.wraps(call)
-    def alone(self: Checkpointer, /, *args: P.args, **options: P.kwargs) -> T:
+    def exclusive(self: Checkpointer, /, *args: P.args, **options: P.kwargs) -> T:
         with self._lock:
-            if self._calls:
+            if self._busy:
                 raise NotAllowedNowError(
                     f"{call.__name__} was called within another call of this Checkpointer: a signal handler "
                     "sets a flag, and the loop calls it"
                 )
-            self._calls = True
+            self._busy = True
             try:
                 return call(self, *args, **options)
             finally:
-                self._calls = False
+                self._busy = False
 
-    return alone
+    return exclusive
 
 
 class Checkpointer:
@@ -123,13 +123,13 @@ class Checkpointer:
         self._workspaces: dict[str, Workspace] = {}
         """Its own, for others may use its session, and the same names, for other objects."""
         self._stack = ExitStack()
-        self._open = self._calls = False
+        self._open = self._busy = False
         self._lock = threading.RLock()
         weakref.finalize(self, _let_go, self._manager)  # a program may end without `close`
 
     # Resuming
 
-    @_alone
+    @_exclusive
     def resume(self, epoch: int | None = None) -> Position | None:
         """Load the newest position that can be verified, or exactly this epoch.
 
@@ -181,7 +181,7 @@ class Checkpointer:
 
     # Saving
 
-    @_alone
+    @_exclusive
     def save(
         self,
         epoch: int,
@@ -230,7 +230,7 @@ class Checkpointer:
         with holding(session, self._workspaces), self._shown(session):
             session.run(self._manager.save(position))
 
-    @_alone
+    @_exclusive
     def wait(self) -> None:
         """Return when the save in flight is committed; raises what kept it from that."""
         self._wait()
@@ -248,7 +248,7 @@ class Checkpointer:
         ledger, peers = self._engine.ledger, self._bound().peers
         return tuple(decide(peers, "epochs", lambda: ledger.view().epochs(), by=ledger.reader_of(peers)))
 
-    @_alone
+    @_exclusive
     def close(self) -> None:
         """Wait for the save in flight, and let the directory go; the objects stay as they are."""
         try:

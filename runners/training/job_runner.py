@@ -209,18 +209,9 @@ class JobRunner:
         found = tuple(exports) if isinstance(exports, Sequence) else (exports,)
         if not found:
             return ()
-        from torchrelay.runners.training.extras.onnx_export import OnnxExport
+        from torchrelay.runners.training.extras.onnx_export import checked_exports
 
-        for one in found:
-            if not isinstance(one, OnnxExport):
-                raise UsageError(f"invalid exports entry {one!r:.80}: expected torchrelay.OnnxExport objects")
-            if one.best and best is None:
-                raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
-        if self.run_directory is None:
-            raise UsageError("exports need a run directory: pass JobRunner the path of one")
-        if len({one.name for one in found}) < len(found):
-            raise UsageError("two exports would write the same files: set name= for each")
-        return found
+        return checked_exports(found, best, self.run_directory)
 
     def _upstream_runs(self, upstream: Any, init_from: Any) -> UpstreamRuns | None:
         if upstream is None and init_from == ():
@@ -271,9 +262,20 @@ class JobRunner:
     def life(
         self, session: SessionBase | None = None, resume_from_epoch: int | None = None, *, again: bool = False
     ) -> Iterator[Life]:
-        """Run the job in a loop over the `epochs` of the yielded object; the arguments are those of `train`.
+        """Run the job in a loop of the caller. After the block only `result` of the yielded object remains.
 
-        After the block only its `result` remains.
+        Args:
+            session: As for `train`.
+            resume_from_epoch: As for `train`.
+            again: As for `train`.
+
+        Yields:
+            The object whose `epochs()` gives the number of each epoch, and saves it after its body.
+
+        Example:
+            with runner.life() as life:
+                for _ in life.epochs():
+                    life.session.run(job.epoch_group)
         """
         refuse_before_main()
         with _one_train():

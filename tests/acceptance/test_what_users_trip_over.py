@@ -134,24 +134,28 @@ def trained(objects: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("saving", ["Run", "Checkpointer"])
-@pytest.mark.parametrize("event", ["built again", "trained in turn", "other shapes"])
+@pytest.mark.parametrize("event", ["built again", "trained in turn", "other shapes", "trained before"])
 def test_objects_that_are_built_again_are_reported(tmp_path: Path, saving: str, event: str) -> None:
-    """A warning once, after the second epoch; not for optimizers that also step, or that differ."""
+    """A warning once, after the second epoch; not for those that also step, differ, or stepped earlier."""
     registered, other = own_objects(), own_objects()
     if event == "other shapes":
         other["model"] = torch.nn.Linear(2, 1, bias=False)
         other["optimizer"] = torch.optim.Adam(other["model"].parameters())
+    if event == "trained before":
+        trained(other)
     with warned() as texts:
         saved = Run(tmp_path, registered) if saving == "Run" else Checkpointer(tmp_path, registered)
         with saved as one:
             for epoch in one.epochs(3) if isinstance(one, Run) else range(1, 4):
-                trained(other)
+                if event != "trained before":
+                    trained(other)
                 if event == "trained in turn":
                     trained(registered)
                 if isinstance(one, Checkpointer):
                     one.save(epoch)
-    expected = ["'optimizer' never stepped, but another optimizer"] if event == "built again" else []
-    assert [text[: len(expected[0])] for text in texts if "never stepped" in text] == expected
+    begin = "'optimizer' never stepped, but another optimizer"
+    found = [text[: len(begin)] for text in texts if "never stepped" in text]
+    assert found == ([begin] if event == "built again" else [])
 
 
 def test_a_loader_of_torch_as_a_blob_names_the_one_that_can_be_saved(tmp_path: Path) -> None:

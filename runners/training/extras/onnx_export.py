@@ -89,6 +89,20 @@ class OnnxExport:
             )
 
 
+def checked_exports(exports: tuple[Any, ...], best: Any, run: RunDirectory | None) -> tuple[OnnxExport, ...]:
+    """Return the exports; raises UsageError for those that such a runner cannot make."""
+    for one in exports:
+        if not isinstance(one, OnnxExport):
+            raise UsageError(f"invalid exports entry {one!r:.80}: expected torchrelay.OnnxExport objects")
+        if one.best and best is None:
+            raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
+    if run is None:
+        raise UsageError("exports need a run directory: pass JobRunner the path of one")
+    if len({one.name for one in exports}) < len(exports):
+        raise UsageError("two exports would write the same files: set name= for each")
+    return exports
+
+
 def run_facts(run: Path | None, epoch: str, metrics: Mapping[str, float]) -> dict[str, str]:
     """Return metadata: epoch and metrics; for a run directory also its name, id and code id."""
     numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}
